@@ -1,0 +1,123 @@
+"""The control directory: file names, states and exit codes that every process agrees on.
+
+Shared by the launcher and the hooks, so it is standard library only.
+docs/control-directory.md explains each file; DESIGN of the states:
+``starting -> serving -> preparing -> prepared -> restoring -> serving``; ``failed`` ends the tree.
+"""
+
+import json
+import os
+import time
+
+SCHEMA = 1
+
+STARTING = "starting"
+SERVING = "serving"
+PREPARING = "preparing"
+PREPARED = "prepared"
+RESTORING = "restoring"
+FAILED = "failed"
+STATES = (STARTING, SERVING, PREPARING, PREPARED, RESTORING, FAILED)
+
+PREPARE = "prepare"
+RESTORE = "restore"
+
+EXIT_USAGE = 64
+EXIT_UNSUPPORTED = 69
+EXIT_BUG = 70
+EXIT_RESTORE_FAILED = 74
+EXIT_PREPARE_FAILED = 75
+
+STATUS_FILE = "status.json"
+EVENTS_FILE = "events.jsonl"
+LEADER_FILE = "leader.json"
+SUPERVISOR_FILE = "supervisor.json"
+SUPERVISOR_LOCK = "supervisor.lock"
+DEADLINE_FILE = "deadline.json"
+TICK_FILE = "guard.json"
+VERDICT_FILE = "verdict.json"
+DUMP_FILE = "dump.json"
+METADATA_FILE = "restore.json"
+PROCESSES_DIR = "processes"
+STACKS_DIR = "stacks"
+RENDEZVOUS_DIR = "rendezvous"
+
+CONFIG_VARIABLE = "NVSNAP_HOOKS"
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """What the launcher tells the hooks, as one JSON object in the environment variable NVSNAP_HOOKS.
+
+    Keys: control_dir, cookie, hooks_dir (str); prepare_signal, restore_signal (int, 0 is none);
+    agent (signals, nvsnap or files); metadata (path); drain_s, prepare_timeout_s,
+    restore_timeout_s (float, seconds); unverified (run or refuse); require_level (str or "");
+    env_allow (list of str).
+    """
+
+    @classmethod
+    def from_environment(cls):  # type: ignore[no-untyped-def]
+        text = os.environ.get(CONFIG_VARIABLE)
+        if not text:
+            return None
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return None
+        return cls(value) if isinstance(value, dict) and value.get("control_dir") else None
+
+
+def read_json(path):  # type: ignore[no-untyped-def]
+    """The object in a file, or None when the file is missing, half-written or not an object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path, value):  # type: ignore[no-untyped-def]
+    """Replace a file in one step: a reader sees the old object or the new one, never a part. Raises OSError."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, separators=(",", ":"), sort_keys=True)
+            file.write("\n")
+        os.replace(temporary, path)
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        raise
+
+
+def append_event(control_dir, event, **fields):  # type: ignore[no-untyped-def]
+    """Add one line to events.jsonl. History is a convenience: a full disk must not stop the engine."""
+    record = {"time": timestamp(), "event": event, **fields}
+    line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
+    try:
+        descriptor = os.open(
+            os.path.join(control_dir, EVENTS_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+    except OSError:
+        return
+    try:
+        os.write(descriptor, line.encode())
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def timestamp():  # type: ignore[no-untyped-def]
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+
+
+def pid_namespace():  # type: ignore[no-untyped-def]
+    """Inode of this process's PID namespace, or 0 where /proc cannot tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
