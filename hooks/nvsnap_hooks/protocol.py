@@ -5,9 +5,15 @@ docs/control-directory.md explains each file; DESIGN of the states:
 ``starting -> serving -> preparing -> prepared -> restoring -> serving``; ``failed`` ends the tree.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 SCHEMA = 1
 
@@ -55,7 +61,7 @@ class Config(dict):  # type: ignore[type-arg]
     """
 
     @classmethod
-    def from_environment(cls):  # type: ignore[no-untyped-def]
+    def from_environment(cls) -> Config | None:
         text = os.environ.get(CONFIG_VARIABLE)
         if not text:
             return None
@@ -66,7 +72,7 @@ class Config(dict):  # type: ignore[type-arg]
         return cls(value) if isinstance(value, dict) and value.get("control_dir") else None
 
 
-def read_json(path):  # type: ignore[no-untyped-def]
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The object in a file, or None when the file is missing, half-written or not an object."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -76,7 +82,7 @@ def read_json(path):  # type: ignore[no-untyped-def]
     return value if isinstance(value, dict) else None
 
 
-def write_json(path, value):  # type: ignore[no-untyped-def]
+def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
     """Replace a file in one step: a reader sees the old object or the new one, never a part. Raises OSError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
@@ -92,7 +98,7 @@ def write_json(path, value):  # type: ignore[no-untyped-def]
         raise
 
 
-def append_event(control_dir, event, **fields):  # type: ignore[no-untyped-def]
+def append_event(control_dir: str | os.PathLike[str], event: str, **fields: Any) -> None:
     """Add one line to events.jsonl. History is a convenience: a full disk must not stop the engine."""
     record = {"time": timestamp(), "event": event, **fields}
     line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
@@ -110,12 +116,12 @@ def append_event(control_dir, event, **fields):  # type: ignore[no-untyped-def]
         os.close(descriptor)
 
 
-def timestamp():  # type: ignore[no-untyped-def]
+def timestamp() -> str:
     now = time.time()
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
 
 
-def pid_namespace():  # type: ignore[no-untyped-def]
+def pid_namespace() -> int:
     """Inode of this process's PID namespace, or 0 where /proc cannot tell."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
