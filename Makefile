@@ -1,0 +1,34 @@
+# make demo: the whole chain on a real engine. make test: all tests. Both make what they need under .work/ first.
+WORK := $(or $(NVSNAP_WORK),$(CURDIR)/.work)
+PYTHON := $(WORK)/venv/bin/python
+SOURCES := nvsnap_launch hooks demo tests
+# pytest ends with 5 when it found no test: that is a failure too, but one that should be named.
+NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the selection right?' >&2; exit $$code; }
+
+.PHONY: help setup venv demo test test-fast check
+help:
+	@echo 'make demo       freeze and thaw a real vLLM, with a table at the end (DEMO="--tp 1" for options)'
+	@echo 'make test       all tests, with the real engine and CRIU'
+	@echo 'make test-fast  unit and contract tests'
+	@echo 'make check      ruff and mypy'
+	@echo 'make setup      only make what these need, under $(WORK)'
+
+setup:
+	@tools/setup
+
+venv:
+	@tools/setup venv
+
+demo: setup
+	@$(PYTHON) -m demo.run --work '$(WORK)' $(DEMO)
+
+test: setup
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest $(PYTEST) || $(NO_TEST)
+
+test-fast: venv
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'not engine and not criu and not gpu' $(PYTEST) || $(NO_TEST)
+
+check: venv
+	@$(PYTHON) -m ruff check $(SOURCES)
+	@$(PYTHON) -m ruff format --check $(SOURCES)
+	@$(PYTHON) -m mypy
