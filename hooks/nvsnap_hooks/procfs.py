@@ -1,0 +1,172 @@
+"""What /proc says about a process. Standard library only and quick: the engine itself uses it.
+
+Source of the formats: proc(5), proc_pid_stat(5), proc_pid_maps(5) and the kernel's Documentation/networking/proc_net_tcp.
+A process that is gone, or that we may not look into, gives an empty answer: it can end at any moment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NamedTuple
+
+    class Mapping(NamedTuple):
+        """One line of /proc/<pid>/maps: start and end are addresses (bytes), inode 0 is anonymous."""
+
+        start: int
+        end: int
+        permissions: str
+        inode: int
+        path: str
+
+else:
+    from collections import namedtuple
+
+    Mapping = namedtuple("Mapping", "start end permissions inode path")
+
+
+
+TCP_STATES = {
+    1: "ESTABLISHED",
+    2: "SYN_SENT",
+    3: "SYN_RECV",
+    4: "FIN_WAIT1",
+    5: "FIN_WAIT2",
+    6: "TIME_WAIT",
+    7: "CLOSE",
+    8: "CLOSE_WAIT",
+    9: "LAST_ACK",
+    10: "LISTEN",
+    11: "CLOSING",
+    12: "NEW_SYN_RECV",
+}
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def descriptors(pid: int) -> dict[int, str]:
+    """Open descriptor -> what it points at, as in ``socket:[123]``, ``anon_inode:[eventfd]`` or a path."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    found = {}
+    for name in names:
+        try:
+            found[int(name)] = os.readlink(f"{folder}/{name}")
+        except OSError:
+            continue
+    return found
+
+
+def mappings(pid: int) -> list[Mapping]:
+    """Memory mappings. The path of a file that was unlinked ends in `` (deleted)``."""
+    found = []
+    for line in os.fsdecode(_read(f"/proc/{pid}/maps")).splitlines():
+        fields = line.split(None, 5)
+        if len(fields) < 5:
+            continue
+        start, _, end = fields[0].partition("-")
+        path = fields[5] if len(fields) > 5 else ""
+        found.append(Mapping(int(start, 16), int(end, 16), fields[1], int(fields[4]), path))
+    return found
+
+
+def tcp_sockets(pid: int) -> list[tuple[tuple[str, int], tuple[str, int], str, int]]:
+    """(local, remote, state, inode) of each TCP socket, IPv4 and IPv6, that the process holds open.
+
+    Addresses are (ip, port), an IPv4 address inside an IPv6 socket given as IPv4; state is a name of TCP_STATES. Reads the table of the process's own network namespace.
+    """
+    own = {int(target[8:-1]) for target in descriptors(pid).values() if target.startswith("socket:[")}
+    if not own:
+        return []
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in _read(f"/proc/{pid}/net/{table}").decode("ascii", "replace").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and int(fields[9]) in own:
+                state = TCP_STATES.get(int(fields[3], 16), fields[3])
+                found.append((_address(fields[1]), _address(fields[2]), state, int(fields[9])))
+    return found
+
+
+def _address(text: str) -> tuple[str, int]:
+    """The kernel prints an address as 32-bit words in the machine's own byte order."""
+    words, _, port = text.partition(":")
+    raw = b"".join(int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
+    if len(raw) == 4:
+        return socket.inet_ntop(socket.AF_INET, raw), int(port, 16)
+    if raw[:12] == b"\0" * 10 + b"\xff\xff":
+        return socket.inet_ntop(socket.AF_INET, raw[12:]), int(port, 16)
+    return socket.inet_ntop(socket.AF_INET6, raw), int(port, 16)
+
+
+
+
+
+def stat(pid: int) -> tuple[int, str, int] | None:
+    """(parent's PID, state letter, start time in clock ticks since boot); None when there is no such process."""
+    text = _read(f"/proc/{pid}/stat")
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    fields = text[text.rfind(b")") + 1 :].split()
+    if len(fields) < 20:
+        return None
+    return int(fields[1]), fields[0].decode(), int(fields[19])
+
+
+def alive(pid: int) -> bool:
+    """True while the process runs or is stopped; a zombie has ended."""
+    found = stat(pid)
+    return found is not None and found[1] not in ("Z", "X", "x")
+
+
+def parents() -> dict[int, int]:
+    """PID -> parent's PID of every process that /proc shows, zombies too."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            entry = stat(int(name))
+            if entry is not None:
+                found[int(name)] = entry[0]
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Direct children, zombies included."""
+    return [child for child, parent in parents().items() if parent == pid]
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children and so on, parents before children, zombies included; one pass over /proc."""
+    below: dict[int, list[int]] = {}
+    for child, parent in parents().items():
+        below.setdefault(parent, []).append(child)
+    found: list[int] = []
+    level = [pid]
+    while level:
+        level = [child for parent in level for child in below.get(parent, ())]
+        found += level
+    return found
+
+
+def command(pid: int) -> list[str]:
+    """The command line as it was given; empty for a zombie or a kernel thread."""
+    text = _read(f"/proc/{pid}/cmdline")
+    return [os.fsdecode(part) for part in text.split(b"\0")[:-1]]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment the process was executed with; later changes of its own do not show."""
+    entries = (os.fsdecode(part).partition("=") for part in _read(f"/proc/{pid}/environ").split(b"\0") if part)
+    return {name: value for name, _, value in entries}

@@ -1,0 +1,25 @@
+"""Where the hooks are: the folder that goes on the engine's PYTHONPATH.
+
+Importing this module makes ``nvsnap_hooks`` importable in the launcher too. Its folder goes last on sys.path, so that
+nothing in it can hide a module of the launcher's own environment.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def locate() -> Path:
+    """The hooks folder of a wheel (``_hooks``) or of a checkout. Raises FileNotFoundError: a broken installation."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "_hooks", package.parent / "hooks"):
+        if (folder / "nvsnap_hooks" / "protocol.py").is_file():
+            return folder
+    raise FileNotFoundError(f"the hooks are missing from this installation: no {package / '_hooks'}")
+
+
+HOOKS_DIR = locate()
+
+if str(HOOKS_DIR) not in sys.path:
+    sys.path.append(str(HOOKS_DIR))
