@@ -32,3 +32,4 @@ check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)
 	@$(PYTHON) -m ruff format --check $(SOURCES)
 	@$(PYTHON) -m mypy
+	@$(PYTHON) -m mypy -p demo

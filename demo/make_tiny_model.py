@@ -1,7 +1,7 @@
 """Make a tiny random Llama with its own tokenizer: ``python make_tiny_model.py OUT``. Run it with the engine's Python.
 
-The model is the smallest that vLLM's CPU attention takes (it refuses a head of 16) and that splits over two ranks. The same seed gives the same
-bytes, so that two machines can compare answers. Nothing is downloaded.
+The model is the smallest that vLLM's CPU attention takes (it refuses a head of 16) and that splits over two ranks.
+The same seed gives the same bytes, so that two machines can compare answers. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def training_text(lines: int = 3000) -> Iterator[str]:
 
 
 def write_tokenizer(out: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # type: ignore[import-not-found]
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,7 +104,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def write_weights(out: Path) -> int:
     """Write the weights; returns how many numbers they are."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # type: ignore[import-not-found]
 
     generator = torch.Generator().manual_seed(SEED)
     weights: dict[str, Tensor] = {}

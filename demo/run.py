@@ -1,0 +1,314 @@
+"""The main job, on a real engine: serve, freeze under load, kill with CRIU, bring back, answer the same.
+
+``python -m demo.run`` needs root, and under --work what tools/setup makes: engine, CRIU, model. Exit status: 0 when
+every check held, 1 when one did not or a step failed, 64 for a bad option. What it started it ends, by process,
+whatever happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from demo import tree
+from demo.client import HOST, MODEL, Answer, Persistent, Stream, ask, health
+from demo.report import DemoError, Report, seconds, size, tail, wait_until
+from demo.session import ROOT, Options, Session, cleaning, exited, run_command
+
+PROMPT_A, PROMPT_B, PROMPT_STREAM = "The capital of", "Hello world, this", "Hello world"
+ANSWER_TOKENS, STREAM_TOKENS = 24, 200
+START_TIMEOUT_S, PREPARE_TIMEOUT_S, DUMP_TIMEOUT_S, RESTORE_TIMEOUT_S, STOP_TIMEOUT_S = 600, 120, 300, 180, 60
+# How long the parked request is watched for an answer that must not come.
+PARKED_S = 1.0
+NEW_ADDRESS = "10.0.0.7"
+
+
+def serve_command(options: Options) -> list[str]:
+    """The engine's command line, as a user would write it."""
+    command = [str(options.work / "engine/bin/vllm"), "serve", str(options.work / "models/tiny")]
+    command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(options.port)]
+    command += ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 * 1024 * 1024)]
+    command += ["--tensor-parallel-size", str(options.tp)]
+    return command if options.compiled else [*command, "--enforce-eager"]
+
+
+def cold_start(session: Session) -> subprocess.Popen[bytes]:
+    report = session.report
+    command = serve_command(session.options)
+    report.say("starting: python -m nvsnap_launch run -- " + " ".join(command))
+    launcher = session.start("server", "run", "--", *command)
+    ready = session.start("ready", "wait", "ready", "--timeout", str(START_TIMEOUT_S))
+    taken = wait_until(
+        report,
+        "the engine to serve (wait ready)",
+        lambda: ready.poll() is not None and (ready.returncode == 0 or launcher.poll() is not None),
+        START_TIMEOUT_S,
+        lambda: exited(launcher, "the launcher")() or wait_failed(ready, session),
+    )
+    session.track()
+    report.row("cold start", seconds(taken))
+    report.check(health(session.options.port) == 200, "the server serves")
+    return launcher
+
+
+def wait_failed(ready: subprocess.Popen[bytes], session: Session) -> str:
+    return "" if ready.poll() in (None, 0) else f"'wait ready' said: {tail(session.log('ready'), 3)}"
+
+
+def freeze_under_load(session: Session, launcher: subprocess.Popen[bytes]) -> Persistent:
+    """USR1 while one answer streams, another request arrives after it; returns that request, parked."""
+    report, port = session.report, session.options.port
+    stream = Stream(port, PROMPT_STREAM, STREAM_TOKENS)
+    stream.start()
+    wait_until(report, "the stream's first tokens", lambda: stream.received >= 3 or bool(stream.error), 60)
+    in_flight = stream.is_alive() and not stream.error
+    report.check(
+        in_flight, f"an answer is streaming ({stream.received} of {STREAM_TOKENS} tokens so far)", stream.error
+    )
+    report.say(f"kill -USR1 {launcher.pid}")
+    sent = time.monotonic()
+    os.kill(launcher.pid, signal.SIGUSR1)
+    alive = exited(launcher, "the launcher")
+    wait_until(report, "the server to begin", lambda: session.status().get("state") != "serving", 30, alive)
+    parked = Persistent(port, PROMPT_B, ANSWER_TOKENS)
+    parked.start()
+    wait_until(report, "'prepared'", lambda: has_ended(session, "prepare"), PREPARE_TIMEOUT_S, alive)
+    prepared_at = time.monotonic()
+    if not report.check(
+        session.status().get("state") == "prepared", "the server is prepared", str(session.last().get("error"))
+    ):
+        raise DemoError(f"prepare failed: {session.last().get('error')}")
+    check_prepared(session, stream, parked, prepared_at)
+    show_prepare(session, prepared_at - sent)
+    return parked
+
+
+def has_ended(session: Session, action: str) -> bool:
+    """The action is over, well or not."""
+    return session.status().get("state") in ("prepared", "serving", "failed") and session.last().get("action") == action
+
+
+def check_prepared(session: Session, stream: Stream, parked: Persistent, prepared_at: float) -> None:
+    report = session.report
+    stream.join(10)
+    whole = stream.complete and stream.received == STREAM_TOKENS and stream.finish_reason == "length"
+    found = f"{stream.received} tokens, finish reason '{stream.finish_reason}', {stream.error or 'no error'}"
+    report.check(whole, f"the stream finished with all of its {STREAM_TOKENS} tokens", found)
+    report.check(0 < stream.ended_at <= prepared_at, "the stream ended before 'prepared' was said")
+    parked.join(PARKED_S)
+    waits = parked.is_alive() and parked.answer is None and not parked.cuts
+    found = parked.error or f"answer {parked.answer}, connection cut {parked.cuts}"
+    report.check(waits, "the request that arrived later waits, neither answered nor refused", found)
+    report.check(health(session.options.port) == 200, "/health is 200 while prepared")
+
+
+def show_prepare(session: Session, taken: float) -> None:
+    report = session.report
+    steps = session.last().get("steps")
+    drain = sum(
+        float(step.get("seconds", 0))
+        for step in (steps if isinstance(steps, list) else [])
+        if isinstance(step, dict) and "drain" in str(step.get("name", step.get("step", "")))
+    )
+    report.row("prepare, the drain apart", seconds(max(0.0, taken - drain)))
+    report.row("drain (the stream's rest)", seconds(drain))
+
+
+def dump(session: Session, launcher: subprocess.Popen[bytes], parked: Persistent) -> None:
+    """Write the image; the server is killed by it and leaves nothing."""
+    report = session.report
+    session.track()
+    report.say(f"snapshot create {session.image}: {len(tree.alive(session.members))} processes")
+    code, taken = run_command(session, "create", "the dump", DUMP_TIMEOUT_S, "snapshot", "create", str(session.image))
+    if not report.check(
+        code == 0, "snapshot create succeeded", f"exit status {code}: {tail(session.log('create'), 5)}"
+    ):
+        raise DemoError("the dump failed")
+    wait_until(report, "the launcher to end", lambda: launcher.poll() is not None, STOP_TIMEOUT_S)
+    report.check(
+        launcher.returncode == 0,
+        "the launcher ended with 0: its engine lives on in the image",
+        str(launcher.returncode),
+    )
+    check_gone(session, "the dump")
+    wait_until(report, "the cut of the parked connection", lambda: bool(parked.cuts) or not parked.is_alive(), 15)
+    report.check(bool(parked.cuts), "the waiting client saw its connection cut, and tries again", parked.error)
+    report.row("dump", seconds(taken))
+    report.row("image size", size(tree.folder_size(session.image)))
+
+
+def check_gone(session: Session, after: str) -> None:
+    left = tree.alive(session.members)
+    session.report.check(not left, f"no process is left after {after}", ", ".join(str(process.pid) for process in left))
+    names = tree.left_behind(session.shm)
+    session.report.check(not names, f"nothing is left in /dev/shm after {after}", ", ".join(names))
+
+
+def bring_back(session: Session, name: str, before: Answer, parked: Persistent | None) -> None:
+    """Restore the image under a new incarnation, ask again, end it with TERM."""
+    report, port = session.report, session.options.port
+    incarnation = write_metadata(session)
+    report.say(f"snapshot restore {session.image}: incarnation {incarnation}, POD_IP {NEW_ADDRESS}")
+    arguments = ("snapshot", "restore", str(session.image), "--pid-namespace", "new")
+    restorer = session.start(name, *arguments)
+    alive = exited(restorer, "snapshot restore")
+    taken = wait_until(
+        report, "the server to come back", lambda: is_back(session, incarnation), RESTORE_TIMEOUT_S, alive
+    )
+    session.track()
+    rebuild = session.last().get("seconds")
+    report.check(True, f"the server noticed by itself and serves, {taken:.2f} s after the command")
+    check_namespace(session, restorer)
+    first = answer_parked(session, parked) if parked else None
+    again = ask(port, PROMPT_A, ANSWER_TOKENS)
+    report.check(
+        same(before, again), f"the same {ANSWER_TOKENS} tokens as before", f"{before.text!r} became {again.text!r}"
+    )
+    report.row(f"{name}: command to thaw", seconds(taken - rebuild if isinstance(rebuild, float) else None))
+    report.row(f"{name}: rebuild", seconds(rebuild if isinstance(rebuild, (int, float)) else None))
+    report.row(f"{name}: first answer after serving", seconds(first if first is not None else again.seconds))
+    stop(session, restorer, f"the {name}d server")
+
+
+def write_metadata(session: Session) -> str:
+    """What an agent mounts for a restored container: a new incarnation and its new address. Returns the incarnation."""
+    incarnation = str(uuid.uuid4())
+    value = {"schema": 1, "incarnation": incarnation, "snapshot": "demo", "env": {"POD_IP": NEW_ADDRESS}}
+    path = session.control / "restore.json"
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(value) + "\n")
+    beside.replace(path)
+    return incarnation
+
+
+def is_back(session: Session, incarnation: str) -> bool:
+    status = session.status()
+    found = status.get("state"), status.get("mode"), status.get("incarnation")
+    return found == ("serving", "restored", incarnation)
+
+
+def check_namespace(session: Session, restorer: subprocess.Popen[bytes]) -> None:
+    """The restored processes live in a PID namespace of their own."""
+    spaces = {Path(f"/proc/{process.pid}/ns/pid").readlink() for process in tree.descendants(restorer.pid)}
+    own = Path("/proc/self/ns/pid").readlink()
+    session.report.check(bool(spaces - {own}), "the restored tree is in a new PID namespace", str(spaces))
+
+
+def answer_parked(session: Session, parked: Persistent) -> float:
+    """The request that waited through it all is answered; returns the seconds after serving."""
+    start = time.monotonic()
+    wait_until(session.report, "the answer to the request that waited", lambda: not parked.is_alive(), 60)
+    expected = ask(session.options.port, PROMPT_B, ANSWER_TOKENS)
+    answer = parked.answer
+    ok = answer is not None and same(expected, answer)
+    session.report.check(ok, "the request that waited is answered after the restore", parked.error or str(answer))
+    return max(0.0, time.monotonic() - start - expected.seconds)
+
+
+def same(first: Answer, second: Answer) -> bool:
+    return len(first.tokens) == ANSWER_TOKENS and (first.tokens, first.text) == (second.tokens, second.text)
+
+
+def stop(session: Session, process: subprocess.Popen[bytes], what: str) -> None:
+    session.report.say(f"kill -TERM {process.pid}")
+    process.terminate()
+    wait_until(session.report, f"{what} to end", lambda: process.poll() is not None, STOP_TIMEOUT_S)
+    session.report.check(
+        process.returncode == 0, f"{what} ended with the engine's own status 0", f"status {process.returncode}"
+    )
+    check_gone(session, "the stop")
+
+
+def main_job(session: Session) -> None:
+    port = session.options.port
+    launcher = cold_start(session)
+    session.report.say("asking two greedy completions")
+    before = ask(port, PROMPT_A, ANSWER_TOKENS)
+    other = ask(port, PROMPT_B, ANSWER_TOKENS)
+    different = len(set(before.tokens)) > ANSWER_TOKENS // 3 and before.tokens != other.tokens
+    session.report.check(different, "the model says more than one word", f"{before.text!r}, {other.text!r}")
+    session.report.say(f"answer: {before.text!r}")
+    parked = freeze_under_load(session, launcher)
+    try:
+        dump(session, launcher, parked)
+        bring_back(session, "restore", before, parked)
+    finally:
+        parked.give_up.set()
+    bring_back(session, "second restore", before, None)
+
+
+def missing(options: Options) -> str:
+    """What the demo can't start without, as a sentence; empty when all is there."""
+    for path in ("engine/bin/vllm", "criu/criu", "models/tiny/model.safetensors"):
+        if not (options.work / path).exists():
+            return f"{options.work / path} is missing: run tools/setup"
+    if os.geteuid() != 0:
+        return "CRIU needs root"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, options.port))
+        except OSError as error:
+            return f"port {options.port} cannot be used: {error.strerror}"
+    return ""
+
+
+def show_failure(session: Session, error: Exception) -> None:
+    session.report.check(False, "the demo ran to its end", str(error))
+    for log in ("server", "create", "restore", "second restore"):
+        if session.log(log).exists():
+            print(f"--- last lines of {session.log(log)}\n{tail(session.log(log))}", file=sys.stderr)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Exits with 64 on a bad option."""
+    parser = argparse.ArgumentParser(
+        prog="python -m demo.run", description="Freeze and thaw a real vLLM on this machine."
+    )
+    default = os.environ.get("NVSNAP_WORK") or ROOT / ".work"
+    parser.add_argument("--work", type=Path, default=Path(default), help="where tools/setup put everything")
+    parser.add_argument("--port", type=int, default=8190, help="port of the server")
+    parser.add_argument("--tp", type=int, choices=(1, 2), default=2, help="tensor-parallel size")
+    parser.add_argument("--compiled", action="store_true", help="with torch.compile instead of eager")
+    parser.add_argument("--keep", action="store_true", help="keep the image")
+    try:
+        found = parser.parse_args(arguments)
+    except SystemExit as error:
+        raise SystemExit(64 if error.code else 0) from None
+    if not 1 <= found.port <= 65535:
+        print(f"demo: {found.port} is not a port number", file=sys.stderr)
+        raise SystemExit(64)
+    return Options(found.work.resolve(), found.port, found.tp, found.compiled, found.keep)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    reason = missing(options)
+    if reason:
+        print(f"demo: {reason}", file=sys.stderr)
+        return 1
+    session = Session(options, Report())
+    shutil.rmtree(session.folder, ignore_errors=True)
+    session.control.mkdir(parents=True, mode=0o700)
+    with cleaning(session):
+        try:
+            main_job(session)
+        except (DemoError, OSError, RuntimeError, ValueError, KeyError, http.client.HTTPException) as error:
+            show_failure(session, error)
+    print("\n" + session.report.summary(), flush=True)
+    return 1 if session.report.failed() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What the demo starts, and how all of it is ended again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from demo import tree
+from demo.report import Report, wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Options:
+    work: Path
+    port: int
+    tp: int
+    compiled: bool
+    keep: bool
+
+
+@dataclass
+class Session:
+    """What the demo has started, so that all of it can be ended."""
+
+    options: Options
+    report: Report
+    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    members: set[psutil.Process] = field(default_factory=set)
+    shm: set[str] = field(default_factory=set)
+
+    @property
+    def folder(self) -> Path:
+        return self.options.work / "run" / "demo"
+
+    @property
+    def control(self) -> Path:
+        return self.folder / "control"
+
+    @property
+    def image(self) -> Path:
+        return self.folder / "image"
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def status(self) -> dict[str, Any]:
+        """What the server says of itself; empty when it says nothing yet."""
+        try:
+            value = json.loads((self.control / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def last(self) -> dict[str, Any]:
+        last = self.status().get("last")
+        return last if isinstance(last, dict) else {}
+
+    def environment(self) -> dict[str, str]:
+        """One core for each rank: two ranks on two cores starve each other under the engine's automatic binding."""
+        binding = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(self.options.tp))
+        return os.environ | {
+            "NVSNAP_CONTROL_DIR": str(self.control),
+            "NVSNAP_CRIU": str(self.options.work / "criu" / "criu"),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": binding,
+            "VLLM_CACHE_ROOT": str(self.options.work / "run" / "vllm-cache"),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start one launcher command with its output in a log of that name.
+
+        It gets its own session: Ctrl-C is for the demo, which then ends everything in order.
+        """
+        command = [sys.executable, "-m", "nvsnap_launch", *arguments]
+        with self.log(name).open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=self.environment(),
+                start_new_session=True,
+            )
+        self.launchers.append(process)
+        return process
+
+    def track(self) -> None:
+        """Remember every process below what was started, and what they have in /dev/shm."""
+        for launcher in self.launchers:
+            if launcher.poll() is None:
+                found = tree.descendants(launcher.pid)
+                self.members |= set(found)
+                self.shm |= tree.shared_memory(found)
+
+    def end(self) -> None:
+        """End what still runs: first as an operator would, then hard. Removes what it leaves in /dev/shm."""
+        self.track()
+        running = [launcher for launcher in self.launchers if launcher.poll() is None]
+        for launcher in running:
+            self.report.say(f"ending process {launcher.pid}")
+            launcher.terminate()
+        for launcher in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(30)
+        tree.end(self.members)
+        for launcher in running:
+            if launcher.poll() is None:
+                launcher.kill()
+            launcher.wait()
+        for name in tree.left_behind(self.shm):
+            (Path(tree.SHM) / name).unlink(missing_ok=True)
+
+
+def exited(process: subprocess.Popen[bytes], what: str) -> Callable[[], str]:
+    """For wait_until: says so when a process that must go on has ended."""
+
+    def reason() -> str:
+        code = process.poll()
+        return "" if code is None else f"{what} ended with status {code}"
+
+    return reason
+
+
+def run_command(session: Session, name: str, what: str, timeout: float, *arguments: str) -> tuple[int, float]:
+    """Run one launcher command to its end; returns its exit status and the seconds it took."""
+    process = session.start(name, *arguments)
+    taken = wait_until(session.report, what, lambda: process.poll() is not None, timeout)
+    return process.returncode, taken
+
+
+@contextlib.contextmanager
+def cleaning(session: Session) -> Iterator[None]:
+    """Whatever happens inside, nothing that the demo started outlives it. Ctrl-C and TERM end it the same way."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        session.end()
+        if not session.options.keep:
+            shutil.rmtree(session.image, ignore_errors=True)
+        signal.signal(signal.SIGTERM, previous)

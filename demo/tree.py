@@ -1,0 +1,71 @@
+"""The processes of a server and what they hold in /dev/shm, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+SHM = "/dev/shm/"
+# Left in /dev/shm by a dump that failed (CRIU's --link-remap).
+LINK_REMAP = "link_remap."
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below a process; empty when it is gone."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run. A number that was given to another process does not count, nor does a zombie."""
+    return [process for process in processes if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
+    """Names of the files in /dev/shm that the processes have mapped or open."""
+    names: set[str] = set()
+    for process in processes:
+        root = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(OSError):
+            for line in (root / "maps").read_text().splitlines():
+                names.add(line.split(maxsplit=5)[-1])
+        with contextlib.suppress(OSError):
+            for link in (root / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    names.add(str(link.readlink()))
+    return {name.removeprefix(SHM) for name in names if name.startswith(SHM) and not name.endswith(" (deleted)")}
+
+
+def left_behind(names: Iterable[str]) -> list[str]:
+    """Which of the names are still in /dev/shm, and any link of a failed dump."""
+    there = {path.name for path in Path(SHM).iterdir()}
+    return sorted(there & set(names) | {name for name in there if name.startswith(LINK_REMAP)})
+
+
+def end(processes: Iterable[psutil.Process], grace: float = 10.0) -> None:
+    """TERM, then KILL after ``grace`` seconds. Never a process that was given the number of one of these since."""
+    running = alive(processes)
+    for process in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, stubborn = psutil.wait_procs(running, timeout=grace)
+    for process in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stubborn, timeout=5)
+
+
+def folder_size(path: Path) -> int:
+    """Bytes that the files below a folder take on disk (sparse files count as what they occupy)."""
+    return sum(file.lstat().st_blocks * 512 for file in path.rglob("*") if file.is_file() and not file.is_symlink())
