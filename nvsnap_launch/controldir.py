@@ -1,0 +1,208 @@
+"""The control directory, seen from the launcher: made safe, locked, cleaned, read. docs/control-directory.md lists the files."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from nvsnap_launch import hooktree  # noqa: F401  (makes nvsnap_hooks importable)
+from nvsnap_hooks import protocol  # isort: skip
+
+DEFAULT = Path("/run/nvsnap")
+VARIABLE = "NVSNAP_CONTROL_DIR"
+STDOUT_LOG = "stdout.log"
+STDERR_LOG = "stderr.log"
+
+_STALE = (
+    protocol.STATUS_FILE,
+    protocol.LEADER_FILE,
+    protocol.SUPERVISOR_FILE,
+    protocol.DEADLINE_FILE,
+    protocol.TICK_FILE,
+    protocol.VERDICT_FILE,
+    protocol.DUMP_FILE,
+    protocol.PREPARE,
+    protocol.RESTORE,
+)
+_PROBE_BYTES = 16384
+
+
+class ControlDirectoryError(Exception):
+    """The directory cannot be used; the text is one sentence for the user."""
+
+
+def fallback() -> Path:
+    """The folder under the temporary directory for a user who cannot write the default one."""
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"nvsnap-{os.geteuid()}"
+
+
+def resolve(explicit: str | None) -> Path:
+    """The directory a reader should look in: named by flag or NVSNAP_CONTROL_DIR, else the default that is in use.
+
+    Raises ControlDirectoryError for a fallback folder that somebody else made.
+    """
+    named = explicit or os.environ.get(VARIABLE)
+    if named:
+        return Path(named).absolute()
+    if _in_use(DEFAULT) or not _in_use(fallback()):
+        return DEFAULT
+    check_owner(fallback())
+    return fallback()
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        return (path / protocol.SUPERVISOR_LOCK).exists()
+    except OSError:
+        return False
+
+
+def check_owner(path: Path) -> None:
+    """Refuse a directory through which another user could act. Raises ControlDirectoryError, or OSError."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise ControlDirectoryError(f"control directory {path} is a symbolic link; name the folder itself")
+    if not stat.S_ISDIR(found.st_mode):
+        raise ControlDirectoryError(f"control directory {path} is not a directory")
+    if found.st_uid != os.geteuid():
+        raise ControlDirectoryError(
+            f"control directory {path} belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this"
+        )
+    if found.st_mode & 0o022:
+        raise ControlDirectoryError(
+            f"control directory {path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); "
+            "use a folder inside it, or take that right away"
+        )
+
+
+def prepare(explicit: str | None) -> ControlDirectory:
+    """The directory a launcher will use, made and checked. Falls back only from the default. Raises ControlDirectoryError."""
+    named = explicit or os.environ.get(VARIABLE)
+    if named:
+        control = ControlDirectory(Path(named).absolute())
+        control.create()
+        return control
+    faults = []
+    for path in (DEFAULT, fallback(), Path("/tmp") / f"nvsnap-{os.geteuid()}"):
+        control = ControlDirectory(path)
+        try:
+            control.create()
+            return control
+        except ControlDirectoryError as error:
+            faults.append(str(error))
+    raise ControlDirectoryError(f"{faults[0]}; {faults[1]}; set {VARIABLE} to a folder that can be written")
+
+
+class ControlDirectory:
+    """One control directory. Writing methods raise ControlDirectoryError or OSError; reading ones give None."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    def create(self) -> None:
+        """Make the directory (mode 0700), check who can act through it and that it takes data."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_owner(self.path)
+            self._probe()
+            for name in (protocol.PROCESSES_DIR, protocol.STACKS_DIR):
+                (self.path / name).mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            raise ControlDirectoryError(f"control directory {self.path} is not a directory") from None
+        except OSError as error:
+            raise ControlDirectoryError(
+                f"control directory {self.path} cannot be used: {(error.strerror or str(error)).lower()}"
+            ) from None
+
+    def _probe(self) -> None:
+        """A full disk shows only when data is written."""
+        path = self.path / f"probe.{os.getpid()}.tmp"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(descriptor, b"\0" * _PROBE_BYTES) < _PROBE_BYTES:
+                raise OSError(28, "No space left on device")
+        finally:
+            os.close(descriptor)
+            path.unlink()
+
+    def lock(self) -> None:
+        """Take the directory for this process until it ends. Raises ControlDirectoryError when another has it."""
+        if self._lock is not None:
+            return
+        path = self.path / protocol.SUPERVISOR_LOCK
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            holder = self.supervisor() or {}
+            raise ControlDirectoryError(
+                f"control directory {self.path} is in use by launcher PID {holder.get('pid', 'unknown')}"
+            ) from None
+        self._lock = descriptor
+
+    def clean(self, keep_processes: bool = False) -> None:
+        """Remove what an earlier run left; never the agent's metadata, the logs or the history."""
+        for name in _STALE:
+            _remove(self.path / name)
+        for path in self.path.glob("*.tmp"):
+            _remove(path)
+        for path in (self.path / protocol.STACKS_DIR).glob("*.txt"):
+            _remove(path)
+        if not keep_processes:
+            for path in (self.path / protocol.PROCESSES_DIR).glob("*.json*"):
+                _remove(path)
+
+    def status(self) -> dict[str, Any] | None:
+        return protocol.read_json(self.path / protocol.STATUS_FILE)
+
+    def leader(self) -> dict[str, Any] | None:
+        return protocol.read_json(self.path / protocol.LEADER_FILE)
+
+    def supervisor(self) -> dict[str, Any] | None:
+        return protocol.read_json(self.path / protocol.SUPERVISOR_FILE)
+
+    def verdict(self) -> dict[str, Any] | None:
+        return protocol.read_json(self.path / protocol.VERDICT_FILE)
+
+    def dump(self) -> dict[str, Any] | None:
+        return protocol.read_json(self.path / protocol.DUMP_FILE)
+
+    def processes(self) -> list[dict[str, Any]]:
+        """What the engine's patched processes registered."""
+        found = (protocol.read_json(path) for path in sorted((self.path / protocol.PROCESSES_DIR).glob("*.json")))
+        return [entry for entry in found if entry is not None]
+
+    def write_supervisor(self, cookie: str) -> None:
+        entry = {"pid": os.getpid(), "pid_namespace": protocol.pid_namespace(), "cookie": cookie}
+        protocol.write_json(self.path / protocol.SUPERVISOR_FILE, entry)
+
+    def write_status(self, state: str, **fields: Any) -> None:
+        """The launcher's own phases: before a leader is up, and after its death. Raises OSError."""
+        status: dict[str, Any] = {
+            "schema": protocol.SCHEMA,
+            "state": state,
+            "generation": 0,
+            "mode": "cold",
+            "graphs": "eager",
+            "snapshot_ready": False,
+            "engine": {},
+            "leader": {},
+            "incarnation": None,
+            "processes": [],
+            "last": None,
+            "log": None,
+        }
+        status.update(fields)
+        status["updated"] = protocol.timestamp()
+        protocol.write_json(self.path / protocol.STATUS_FILE, status)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
