@@ -10,26 +10,6 @@ import os
 import socket
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NamedTuple
-
-    class Mapping(NamedTuple):
-        """One line of /proc/<pid>/maps: start and end are addresses (bytes), inode 0 is anonymous."""
-
-        start: int
-        end: int
-        permissions: str
-        inode: int
-        path: str
-
-else:
-    from collections import namedtuple
-
-    Mapping = namedtuple("Mapping", "start end permissions inode path")
-
-
-
 TCP_STATES = {
     1: "ESTABLISHED",
     2: "SYN_SENT",
@@ -70,16 +50,15 @@ def descriptors(pid: int) -> dict[int, str]:
     return found
 
 
-def mappings(pid: int) -> list[Mapping]:
-    """Memory mappings. The path of a file that was unlinked ends in `` (deleted)``."""
+def mappings(pid: int) -> list[tuple[int, int, str]]:
+    """(start, end, path) of each memory mapping, in bytes; path is "" without a file, and ends in `` (deleted)``
+    when the file was unlinked."""
     found = []
     for line in os.fsdecode(_read(f"/proc/{pid}/maps")).splitlines():
         fields = line.split(None, 5)
-        if len(fields) < 5:
-            continue
-        start, _, end = fields[0].partition("-")
-        path = fields[5] if len(fields) > 5 else ""
-        found.append(Mapping(int(start, 16), int(end, 16), fields[1], int(fields[4]), path))
+        if len(fields) >= 5:
+            start, _, end = fields[0].partition("-")
+            found.append((int(start, 16), int(end, 16), fields[5] if len(fields) > 5 else ""))
     return found
 
 
@@ -110,9 +89,6 @@ def _address(text: str) -> tuple[str, int]:
     if raw[:12] == b"\0" * 10 + b"\xff\xff":
         return socket.inet_ntop(socket.AF_INET, raw[12:]), int(port, 16)
     return socket.inet_ntop(socket.AF_INET6, raw), int(port, 16)
-
-
-
 
 
 def stat(pid: int) -> tuple[int, str, int] | None:

@@ -48,16 +48,16 @@ PROCESSES_DIR = "processes"
 STACKS_DIR = "stacks"
 RENDEZVOUS_DIR = "rendezvous"
 
-CONFIG_VARIABLE = "NVSNAP_HOOKS"
+CONFIG_VARIABLE = "NVSNAP_HOOKS_CONFIG"
 
 
 class Config(dict):  # type: ignore[type-arg]
-    """What the launcher tells the hooks, as one JSON object in the environment variable NVSNAP_HOOKS.
+    """What the launcher tells the hooks, as one JSON object in the environment variable NVSNAP_HOOKS_CONFIG.
 
     Keys: control_dir, cookie, hooks_dir (str); prepare_signal, restore_signal (int, 0 is none);
     agent (signals, nvsnap or files); metadata (path); drain_s, prepare_timeout_s,
     restore_timeout_s (float, seconds); unverified (run or refuse); require_level (str or "");
-    env_allow (list of str).
+    env_allow (list of str); io_uring (block or allow).
     """
 
     @classmethod

@@ -1,0 +1,204 @@
+"""The control thread of the engine leader: takes signals and request files, one at a time, and runs the state machine.
+
+Both signals were blocked before the engine was executed and stay blocked in every thread and child, so no handler of the
+engine's can take them and nobody dies of them; this thread waits for them in ``sigtimedwait``. One that came early is pending.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from . import protocol
+from .machine import Fatal, Machine, end_tree
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+TICK_SERVING = 0.2  # seconds between looks at the request files
+TICK_PREPARED = 0.05  # and at the metadata file, while prepared
+
+_lock = threading.Lock()
+_control: Control | None = None
+
+
+def start(engine: Any) -> None:
+    """Start the control thread, once a process. Does nothing in a process that the launcher did not configure."""
+    global _control
+    with _lock:
+        config = protocol.Config.from_environment()
+        if config is None or (_control is not None and _control.pid == os.getpid()):
+            return
+        _control = Control(config, engine)
+        _control.start()
+
+
+def engine() -> Any:
+    return _control.machine.engine if _control is not None and _control.pid == os.getpid() else None
+
+
+def ensure_guard() -> bool:
+    return _control is not None and _control.ensure_guard()
+
+
+class Control:
+    def __init__(self, config: protocol.Config, engine: Any) -> None:
+        self.pid = os.getpid()
+        self.config = config
+        self.machine = Machine(config, engine)
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._signals: dict[int, str] = {}
+        if config["agent"] != "files":
+            pairs = ((config["prepare_signal"], protocol.PREPARE), (config["restore_signal"], protocol.RESTORE))
+            self._signals = {number: action for number, action in pairs if number}
+
+    def start(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        self.machine.status.update(protocol.STARTING)
+        self.ensure_guard()
+        self._announce()
+        threading.Thread(target=self._run, name="nvsnap-control", daemon=True).start()
+
+    def _announce(self) -> None:
+        leader = {
+            "pid": self.pid,
+            "cookie": self.config["cookie"],
+            "pid_namespace": protocol.pid_namespace(),
+            "engine": self.machine.engine.name,
+            "version": self.machine.engine.version,
+            "guard_pid": self._guard.pid if self._guard else None,
+        }
+        protocol.write_json(os.path.join(self.config["control_dir"], protocol.LEADER_FILE), leader)
+
+    def ensure_guard(self) -> bool:
+        """A live guard, started again if somebody killed it."""
+        if self._guard is not None and self._guard.poll() is None:
+            return True
+        path = os.path.join(os.path.dirname(__file__), "guard.py")
+        try:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", path, self.config["control_dir"]], stdin=subprocess.DEVNULL, close_fds=True
+            )
+        except OSError:
+            self._guard = None
+        return self._guard is not None
+
+    # -- the loop -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._turn()
+        except Fatal as fatal:
+            self._end(fatal)
+        except BaseException as error:
+            import traceback
+
+            _say(traceback.format_exc())
+            self._end(Fatal(protocol.EXIT_BUG, f"our own fault: {type(error).__name__}: {error}"))
+
+    def _end(self, fatal: Fatal) -> None:
+        _say(str(fatal))
+        self._publish_failed(fatal)
+        end_tree(self.config["control_dir"], fatal)
+
+    def _turn(self) -> None:
+        tick = TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING
+        signalled = self._wait(tick)
+        if self.machine.state == protocol.STARTING:
+            if not self.machine.engine.is_serving():
+                self._hold_early(signalled)
+                return
+            self.machine.publish_serving()
+        wanted, requests = self._collect(signalled)
+        if protocol.PREPARE in wanted:
+            self._say_outcome(self.machine.prepare, requests[protocol.PREPARE])
+        if protocol.RESTORE in wanted and self._may_restore(wanted[protocol.RESTORE]):
+            self._say_outcome(self.machine.restore, requests[protocol.RESTORE])
+        elif self.machine.state == protocol.PREPARED and self.machine.restored_by_metadata():
+            self._say_outcome(self.machine.restore, [])
+
+    def _wait(self, seconds: float) -> set[str]:
+        """Actions that were asked for by signal. Several of one kind are one."""
+        actions: set[str] = set()
+        while self._signals:
+            found = signal.sigtimedwait(self._signals, seconds)
+            if found is None:
+                return actions
+            actions.add(self._signals[found.si_signo])
+            seconds = 0
+        threading.Event().wait(seconds)
+        return actions
+
+    def _hold_early(self, signalled: set[str]) -> None:
+        """The engine is not up yet: a prepare is kept for later, a restore has nothing to restore."""
+        if protocol.PREPARE in signalled:
+            os.kill(self.pid, self.config["prepare_signal"])  # pending again, looked at on the next turn
+            threading.Event().wait(TICK_SERVING)
+
+    def _collect(self, signalled: set[str]) -> tuple[dict[str, set[str]], dict[str, list[str]]]:
+        """(action -> the channels that asked for it, action -> ids of its request file)."""
+        wanted: dict[str, set[str]] = {action: {"signal"} for action in signalled}
+        requests: dict[str, list[str]] = {protocol.PREPARE: [], protocol.RESTORE: []}
+        for action in (protocol.PREPARE, protocol.RESTORE):
+            taken = self._take(action)
+            if taken is not None:
+                wanted.setdefault(action, set()).add("file")
+                requests[action] = taken
+        return wanted, requests
+
+    def _take(self, action: str) -> list[str] | None:
+        """Consume a request file: its ids, None where there is none. Only the directory's owner, or root, may ask."""
+        path = os.path.join(self.config["control_dir"], action)
+        try:
+            found = os.lstat(path)
+        except OSError:
+            return None
+        owner = os.stat(self.config["control_dir"]).st_uid
+        value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
+        try:
+            os.unlink(path)
+        except OSError:
+            return None
+        if found.st_uid not in (owner, 0):
+            _say(f"the request {action!r} of user {found.st_uid} is ignored: the control directory is not theirs")
+            return None
+        return [str(value["id"])] if value and value.get("id") else []
+
+    def _may_restore(self, channels: set[str]) -> bool:
+        """NVSNAP_AGENT=nvsnap: that agent sends the restore signal before its dump, too. There it takes evidence."""
+        if self.config["agent"] != "nvsnap" or "file" in channels or self.machine.state != protocol.PREPARED:
+            return True
+        if self.machine.evidence() or self.machine.restored_by_metadata():
+            return True
+        protocol.append_event(self.config["control_dir"], "restore signal without evidence: ignored")
+        return False
+
+    def _say_outcome(self, action: Any, requests: list[str]) -> None:
+        action(requests)
+        last = self.machine.status.value["last"]
+        if last.get("note"):
+            _say(f"{last['action']}: {last['note']}")
+        elif last["ok"]:
+            _say(f"{self.machine.state} after {last['seconds']:.2f} s")
+        else:
+            _say(f"{last['action']} refused, {self.machine.state}: {last['error']}")
+
+    def _publish_failed(self, fatal: Fatal) -> None:
+        value = self.machine.status.value
+        last = {"action": value["state"], "ok": False, "error": str(fatal), "seconds": 0.0, "steps": [], "requests": []}
+        try:
+            self.machine.status.update(protocol.FAILED, state=protocol.FAILED, last={**last, "evidence": []})
+        except OSError:
+            pass
+
+
+def _say(text: str) -> None:
+    try:
+        os.write(2, f"nvsnap: {text}\n".encode())
+    except OSError:
+        pass

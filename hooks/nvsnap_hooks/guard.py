@@ -1,0 +1,123 @@
+"""A tiny process of its own in the engine's session: it holds the others to their deadlines, also after a restore.
+
+Started by the leader as ``python -I -S guard.py CONTROL_DIR``; stands alone: no import from the package, nothing open between
+ticks. It counts ticks of running time, so a freeze does not use up a deadline; the gap that a freeze leaves is noted in
+``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+TICK = 0.1
+GAP = 1.5  # seconds without a tick that count as a freeze
+STACKS_SIGNAL = signal.SIGRTMIN + 9
+
+
+def read(path: str) -> dict[str, object]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write(path: str, value: dict[str, object]) -> None:
+    try:
+        with open(path + ".guard", "w", encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(path + ".guard", path)
+    except OSError:
+        pass
+
+
+def session() -> list[int]:
+    """Every other process of our session."""
+    ours, found = os.getsid(0), []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                if os.getsid(int(entry)) == ours:
+                    found.append(int(entry))
+            except OSError:
+                pass
+    return found
+
+
+def kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except OSError:
+        pass
+
+
+def stacks(control: str) -> str:
+    """Have every process that is in the middle of an action write its stacks; returns them."""
+    folder = os.path.join(control, "stacks")
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(".txt") and name[:-4].isdigit()]
+    except OSError:
+        return ""
+    for name in names:
+        if int(name[:-4]) in session():
+            kill(int(name[:-4]), STACKS_SIGNAL)
+    time.sleep(0.5)
+    parts = []
+    for name in names:
+        try:
+            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+                parts.append(f"stacks of process {name[:-4]}:\n{file.read()}")
+        except OSError:
+            pass
+    return "\n".join(parts)
+
+
+def expire(control: str, deadline: dict[str, object]) -> None:
+    reason = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
+    found = stacks(control)
+    try:
+        os.write(2, f"nvsnap: {reason}: ending the engine\n{found}\n".encode())
+    except OSError:
+        pass
+    code = deadline.get("exit_code", 74)
+    write(os.path.join(control, "verdict.json"), {"exit_code": code, "reason": reason, "stacks": found[-20000:]})
+    for pid in session():
+        kill(pid, signal.SIGKILL)
+
+
+def main(control: str) -> None:
+    leader, path = os.getppid(), os.path.join(control, "deadline.json")
+    seen: tuple[int, int] | None = None
+    deadline: dict[str, object] = {}
+    left = 0.0
+    frozen = 0
+    last = time.time()
+    while os.getppid() == leader:
+        time.sleep(TICK)
+        now = time.time()
+        if abs(now - last) > GAP + TICK:
+            frozen += 1
+            write(os.path.join(control, "guard.json"), {"frozen": frozen, "last_gap_seconds": round(now - last, 1)})
+        last = now
+        try:
+            found = os.stat(path)
+            current = (found.st_ino, found.st_mtime_ns)
+        except OSError:
+            continue
+        if current != seen:
+            seen, deadline = current, read(path)
+            left = float(str(deadline.get("seconds") or 0))
+        elif deadline.get("armed"):
+            left -= TICK
+            if left <= 0:
+                expire(control, deadline)
+                return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,419 @@
+"""The state machine in the leader: prepare, restore, and the way back from each step that fails.
+
+Engine-neutral: it drives an engine object (vllm/leader.py) and owns order, deadlines and what is published. There are two
+ends to a prepare: prepared on every rank, or serving as before on every rank. Otherwise the tree ends with a status.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from . import coverage, environment, listener, metadata, procfs, protocol, stacks
+from .status import Status
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Reports = list[dict[str, Any]]
+
+METADATA_WAIT = 10.0  # seconds for a half-written metadata file to become whole
+SETTLE = 1.0  # seconds for connections that came back closed to be noticed
+
+
+class Refused(Exception):
+    """Prepare can't be done, and nothing was lost: the reason, and what each process still holds."""
+
+    def __init__(self, reason: str, residue: dict[int, list[str]] | None = None) -> None:
+        super().__init__(reason)
+        self.residue = residue or {}
+
+
+class Machine:
+    def __init__(self, config: protocol.Config, engine: Any) -> None:
+        self.config = config
+        self.engine = engine
+        self.control_dir: str = config["control_dir"]
+        described = {
+            "name": engine.name,
+            "version": engine.version,
+            "verified": engine.verified,
+            "level": engine.level,
+        }
+        self.status = Status(config, described)
+        self._steps: list[dict[str, Any]] = []
+        self._under: _Circumstances | None = None
+
+    @property
+    def state(self) -> str:
+        return self.status.state
+
+    # -- prepare ----------------------------------------------------------------------------------
+
+    def prepare(self, requests: list[str]) -> None:
+        """Serving -> prepared, or serving with the reason in ``last``. Raises Fatal when neither can be reached."""
+        if self.state == protocol.PREPARED:
+            self._note(protocol.PREPARE, requests, "already prepared")
+            return
+        started = self._begin(protocol.PREPARING)
+        timeout = float(self.config["prepare_timeout_s"])
+        drain = float(self.config["drain_s"])
+        try:
+            self._check_before()
+            # Twice the time: once for the way there, once for the way back.
+            self._deadline(protocol.PREPARE, drain + 2 * timeout, protocol.EXIT_PREPARE_FAILED)
+            try:
+                self._prepare(drain, timeout)
+            except BaseException as error:
+                self._undo(error, timeout)
+                raise
+            self._end(protocol.PREPARE, protocol.PREPARED, requests, started, None)
+        except Refused as refusal:
+            self._end(protocol.PREPARE, protocol.SERVING, requests, started, str(refusal), refusal.residue)
+        except OSError as error:
+            self._undo_published(error, requests, started, timeout)
+        finally:
+            self._disarm()
+
+    def _check_before(self) -> None:
+        """All that can be known without touching anything."""
+        if self.engine.refusal:
+            raise Refused(self.engine.refusal)
+        if not self._guard_alive():
+            raise Refused("the guard process is gone and could not be started again")
+        try:
+            known = metadata.read_until(self.config["metadata"], METADATA_WAIT)
+        except metadata.MetadataError as error:
+            raise Refused(f"metadata: {error}") from None
+        pids = coverage.tree()
+        wrong = coverage.unpatched(coverage.records(self.config), pids, self.engine.is_engine_process)
+        wrong += coverage.strays()
+        if wrong:
+            raise Refused("; ".join(wrong))
+        self._under = _Circumstances(self.control_dir, known.incarnation if known else None)
+
+    def _prepare(self, drain: float, timeout: float) -> None:
+        engine = self.engine
+        self._step("close admission", lambda: engine.close_admission(timeout))
+        self._step("drain", lambda: engine.drain(drain, timeout))
+        self._step("hold", lambda: engine.hold(timeout))
+        self._on_ranks("check", timeout)
+        self._on_ranks("release", timeout)
+        self._step("audit", self._audit)
+
+    def _audit(self) -> None:
+        residue = coverage.tree_residue(coverage.tree(), self.config.get("io_uring") == "allow")
+        if residue:
+            raise Refused(_describe(residue), residue)
+
+    def _undo(self, cause: BaseException, timeout: float) -> None:
+        """Back to serving on all ranks, whatever was done so far. What can't be undone is fatal."""
+        if getattr(cause, "fatal", False):
+            raise Fatal(protocol.EXIT_PREPARE_FAILED, f"prepare failed and can't be undone: {cause}") from cause
+        try:
+            self._rebuild(timeout)
+            self._step("open admission", lambda: self.engine.open_admission(timeout))
+        except BaseException as error:
+            reason = f"prepare failed ({cause}) and could not be undone: {error}"
+            raise Fatal(protocol.EXIT_PREPARE_FAILED, reason) from error
+        if not isinstance(cause, (Refused, OSError)):
+            raise Refused(str(cause)) from cause
+
+    def _undo_published(self, error: OSError, requests: list[str], started: float, timeout: float) -> None:
+        """The outcome could not be written (a full disk): then it did not happen."""
+        if self.state == protocol.PREPARED:
+            self._undo(error, timeout)
+        self._end(protocol.PREPARE, protocol.SERVING, requests, started, f"control directory: {error}", strict=False)
+
+    # -- restore ----------------------------------------------------------------------------------
+
+    def restored_by_metadata(self) -> bool:
+        """Does the mounted file show another incarnation than the one prepared under? A broken file may: restore will say."""
+        if self._under is None or not self._under.file_changed(self.config["metadata"]):
+            return False
+        try:
+            found = metadata.read(self.config["metadata"])
+        except metadata.MetadataError:
+            return True
+        return found is not None and found.incarnation != self._under.incarnation
+
+    def evidence(self) -> list[str]:
+        """What shows that this process was thawed, apart from any signal."""
+        return self._under.changes(self.control_dir) if self._under is not None else []
+
+    def restore(self, requests: list[str]) -> None:
+        """Prepared -> serving. Raises Fatal: there is no serving half-built."""
+        if self.state != protocol.PREPARED:
+            self._note(protocol.RESTORE, requests, f"nothing to restore: {self.state}")
+            return
+        timeout = float(self.config["restore_timeout_s"])
+        evidence = self.evidence()
+        started = self._begin(protocol.RESTORING, strict=False)
+        self._deadline(protocol.RESTORE, timeout, protocol.EXIT_RESTORE_FAILED)
+        try:
+            evidence += self._restore(timeout)
+        except BaseException as error:
+            raise Fatal(protocol.EXIT_RESTORE_FAILED, f"restore failed: {error}") from error
+        finally:
+            self._disarm()
+        mode = "restored" if self._was_restored(evidence) else self.status.value["mode"]
+        self._under = None
+        self._end(
+            protocol.RESTORE, protocol.SERVING, requests, started, None, strict=False, mode=mode, evidence=evidence
+        )
+
+    def _restore(self, timeout: float) -> list[str]:
+        noticed: list[str] = self._step("identity", lambda: self._refresh_identity(timeout))["noticed"]
+        self._rebuild(timeout)
+        if self._was_restored([*self.evidence(), *noticed]):
+            self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE)})
+        self._step("open admission", lambda: self.engine.open_admission(timeout))
+        self._step("listener", self._check_listener)
+        return noticed
+
+    def _refresh_identity(self, timeout: float) -> dict[str, Any]:
+        assert self._under is not None
+        try:
+            found = metadata.read_until(self.config["metadata"], METADATA_WAIT)
+        except metadata.MetadataError as error:
+            raise RuntimeError(f"metadata: {error}") from None
+        noticed = []
+        if found is not None and found.incarnation != self._under.incarnation:
+            noticed.append(f"incarnation {found.incarnation}")
+            self.status.value["incarnation"] = found.incarnation
+            env, refused = environment.split(found.env, self.config.get("env_allow") or ())
+            noticed += [f"env {name} is not allowed: ignored" for name in refused]
+            environment.apply(env)
+            if env:
+                self.engine.set_environment(env, timeout)
+        if self._was_restored([*self.evidence(), *noticed]):
+            wrong = environment.stale()
+            if wrong:
+                raise RuntimeError("; ".join(wrong))
+        return {"noticed": noticed}
+
+    @staticmethod
+    def _was_restored(evidence: list[str]) -> bool:
+        return any(item.startswith(("incarnation", "started again", "PID namespace")) for item in evidence)
+
+    def _check_listener(self) -> None:
+        wrong = listener.silent()
+        if wrong:
+            raise RuntimeError("; ".join(wrong))
+        if self._under is not None and listener.count() < self._under.listeners:
+            raise RuntimeError("a listening socket of the server is gone")
+
+    # -- shared steps -----------------------------------------------------------------------------
+
+    def _rebuild(self, timeout: float) -> None:
+        """Rendezvous by a fresh file: never the old store, never an address, never the old names."""
+        folder = os.path.join(self.control_dir, protocol.RENDEZVOUS_DIR)
+        os.makedirs(folder, 0o700, exist_ok=True)
+        token = os.urandom(8).hex()
+        path = os.path.join(folder, token)
+        self._on_ranks("reacquire", timeout, init_method=f"file://{path}", token=token, interface="lo")
+
+    def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> None:
+        """One action on all ranks; its steps go to ``last``. Raises Refused with what the ranks hold, or what failed where."""
+        started = time.monotonic()
+        ranks: Reports = self.engine.on_ranks(action, timeout, **arguments)
+        self._steps.append({"name": action, "seconds": round(time.monotonic() - started, 4)})
+        for rank in ranks:
+            self._steps += [
+                {**step, "name": f"{action}: {step['name']}", "rank": rank["rank"]} for step in rank["steps"]
+            ]
+            if rank.get("leaked"):
+                self._steps.append(
+                    {"name": f"{action}: process", "rank": rank["rank"], "seconds": 0.0, **rank["leaked"]}
+                )
+        failed = [
+            f"{action} failed on rank {r['rank']} (process {r['pid']}): {r['error']}" for r in ranks if not r["ok"]
+        ]
+        residue = {rank["pid"]: list(rank["residue"]) for rank in ranks if rank["residue"]}
+        self._publish_processes(ranks)
+        if failed or residue:
+            raise Refused("; ".join([*failed, *([_describe(residue)] if residue else [])]), residue)
+
+    def _step(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        step: dict[str, Any] = {"name": name}
+        self._steps.append(step)
+        try:
+            result = call()
+            if isinstance(result, dict):
+                step.update({key: value for key, value in result.items() if key not in ("ok", "error", "pid", "name")})
+            return step
+        except BaseException as error:
+            step["error"] = str(error)
+            raise
+        finally:
+            step["seconds"] = round(time.monotonic() - started, 4)
+
+    # -- what is published ------------------------------------------------------------------------
+
+    def _begin(self, state: str, strict: bool = True) -> float:
+        self._steps = []
+        stacks.arm(self.control_dir)
+        self.status.value["generation"] += 1
+        self._publish(state, strict=strict, state=state)
+        return time.monotonic()
+
+    def _end(
+        self,
+        action: str,
+        state: str,
+        requests: list[str],
+        started: float,
+        error: str | None,
+        residue: dict[int, list[str]] | None = None,
+        strict: bool = True,
+        mode: str | None = None,
+        evidence: list[str] | None = None,
+    ) -> None:
+        self._disarm()
+        last = {
+            "action": action,
+            "ok": error is None,
+            "error": error,
+            "seconds": round(time.monotonic() - started, 4),
+            "steps": self._steps,
+            "requests": requests,
+            "evidence": evidence or [],
+        }
+        self._publish_processes([], residue or {})
+        fields: dict[str, Any] = {"state": state, "last": last}
+        if mode:
+            fields["mode"] = mode
+        self._publish(action, strict=strict, **fields)
+
+    def _publish(self, event: str, strict: bool = False, **fields: Any) -> None:
+        """Only "prepared" must reach the disk to be true. For the rest a full disk is not the engine's problem."""
+        try:
+            self.status.update(event, **fields)
+        except OSError:
+            if strict and fields.get("state") == protocol.PREPARED:
+                raise
+
+    def _note(self, action: str, requests: list[str], text: str) -> None:
+        """A request that changes nothing: said, and answered."""
+        last = {
+            "action": action,
+            "ok": True,
+            "error": None,
+            "seconds": 0.0,
+            "steps": [],
+            "requests": requests,
+            "evidence": [],
+            "note": text,
+        }
+        self._publish(f"{action} ignored", last=last)
+
+    def publish_serving(self) -> None:
+        self._publish_processes([])
+        self._publish(protocol.SERVING, state=protocol.SERVING)
+
+    def _publish_processes(self, ranks: Reports, residue: dict[int, list[str]] | None = None) -> None:
+        held = {rank["pid"]: rank["residue"] for rank in ranks}
+        held.update(residue or {})
+        self.status.value["processes"] = [
+            {
+                "pid": pid,
+                "role": record["role"],
+                "rank": record["rank"],
+                "patched": not (set(record.get("required", ())) - _applied(record)),
+                "residue": list(held.get(pid, ())),
+            }
+            for pid, record in sorted(coverage.records(self.config).items())
+        ]
+
+    # -- deadlines --------------------------------------------------------------------------------
+
+    def _deadline(self, action: str, seconds: float, exit_code: int) -> None:
+        self._write_deadline({"armed": True, "action": action, "seconds": seconds, "exit_code": exit_code})
+
+    def _disarm(self) -> None:
+        stacks.disarm(self.control_dir)
+        self._write_deadline({"armed": False})
+
+    def _write_deadline(self, value: dict[str, Any]) -> None:
+        try:
+            protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), value)
+        except OSError:
+            if value["armed"]:
+                raise Refused("the deadline can't be written: is the control directory full?") from None
+
+    def _guard_alive(self) -> bool:
+        from . import control
+
+        return control.ensure_guard()
+
+
+class Fatal(Exception):
+    """Neither prepared nor serving: the tree has to end with this status."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class _Circumstances:
+    """Where and as whom this process was when it was prepared."""
+
+    def __init__(self, control_dir: str, incarnation: str | None) -> None:
+        self.incarnation = incarnation
+        self.listeners = listener.count()
+        self._start = procfs.stat(os.getpid())
+        self._namespace = protocol.pid_namespace()
+        self._frozen = _frozen(control_dir)
+        self._signature: tuple[int, ...] | None = None
+
+    def file_changed(self, path: str) -> bool:
+        """Read the file again only when it is another one than at the last look."""
+        found = metadata.signature(path)
+        changed = found != self._signature
+        self._signature = found
+        return changed
+
+    def changes(self, control_dir: str) -> list[str]:
+        found = []
+        now = procfs.stat(os.getpid())
+        if self._start and now and now[2] != self._start[2]:
+            found.append("started again: this process is not the one that was prepared")
+        if protocol.pid_namespace() != self._namespace:
+            found.append("PID namespace is another")
+        frozen = _frozen(control_dir)
+        if frozen > self._frozen:
+            found.append(f"frozen: the guard missed time ({frozen - self._frozen})")
+        return found
+
+
+def _frozen(control_dir: str) -> int:
+    value = (protocol.read_json(os.path.join(control_dir, protocol.TICK_FILE)) or {}).get("frozen", 0)
+    return value if isinstance(value, int) else 0
+
+
+def _applied(record: dict[str, Any]) -> set[str]:
+    return {name for name, state in (record.get("patches") or {}).items() if state == "applied"}
+
+
+def _describe(residue: dict[int, list[str]]) -> str:
+    return "; ".join(f"process {pid} still holds: {', '.join(items)}" for pid, items in sorted(residue.items()))
+
+
+def end_tree(control_dir: str, fatal: Fatal) -> None:
+    """Leave the verdict, end every other process of the session, then this one."""
+    verdict = {"exit_code": fatal.exit_code, "reason": str(fatal)}
+    try:
+        protocol.write_json(os.path.join(control_dir, protocol.VERDICT_FILE), verdict)
+    except OSError:
+        pass
+    for pid in coverage.tree():
+        if pid != os.getpid():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+    os._exit(fatal.exit_code)

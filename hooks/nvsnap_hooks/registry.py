@@ -1,0 +1,164 @@
+"""What this process is and which patches it carries, as ``processes/<pid>.json`` in the control directory.
+
+A patch is reported as applied only after it was read back. An engine process without such a file counts as not patched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+
+from . import importhook, protocol
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+    from typing import Any
+
+APPLIED = "applied"
+
+patches: dict[str, str] = {}
+_written: dict[str, Any] = {}
+
+
+def resolve(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
+    """(owner, attribute, value) of ``Class.method`` or ``function`` in a module. Raises LookupError with the name that is missing."""
+    owner: Any = module
+    *path, attribute = qualname.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+        if owner is None:
+            raise LookupError(f"{module.__name__} has no {part}")
+    value = inspect.getattr_static(owner, attribute, None)
+    if value is None:
+        raise LookupError(f"{module.__name__} has no {qualname}")
+    return owner, attribute, value
+
+
+def check_parameters(value: Any, expected: tuple[str, ...]) -> None:
+    """Raise LookupError unless the callable takes the expected parameters first, in this order."""
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    if not callable(function):
+        raise LookupError("is not callable")
+    names = tuple(inspect.signature(function).parameters)
+    if names[: len(expected)] != expected:
+        raise LookupError(f"takes ({', '.join(names)}), expected ({', '.join(expected)}, …)")
+
+
+def target(name: str, module: str, qualname: str, parameters: tuple[str, ...]) -> None:
+    """Report whether something that we call, but do not replace, is there as expected, when its module is imported."""
+    patches[name] = f"missing: {module} was not imported"
+
+    def check(loaded: ModuleType) -> None:
+        patches[name] = _checked(loaded, qualname, parameters, lambda *_: None)
+        refresh()
+
+    importhook.after(module, check)
+
+
+def wrap(
+    name: str, module: str, qualname: str, parameters: tuple[str, ...], make: Callable[[Callable[..., Any]], Any]
+) -> None:
+    """Replace a callable by ``make(original)`` when its module is imported. The original stays as ``__wrapped__``."""
+    patches[name] = f"missing: {module} was not imported"
+
+    def put(owner: Any, attribute: str, value: Any) -> None:
+        static = isinstance(value, staticmethod)
+        original = value.__func__ if static else value
+        if getattr(original, "__nvsnap__", None) == name:
+            return
+        wrapper = functools.wraps(original)(make(original))
+        wrapper.__nvsnap__ = name  # type: ignore[attr-defined]
+        setattr(owner, attribute, staticmethod(wrapper) if static else wrapper)
+        found = inspect.getattr_static(owner, attribute)
+        if (found.__func__ if static else found) is not wrapper:
+            raise LookupError(f"{qualname} kept its old value")
+
+    def apply(loaded: ModuleType) -> None:
+        patches[name] = _checked(loaded, qualname, parameters, put)
+        refresh()
+
+    importhook.after(module, apply)
+
+
+def attach(name: str, module: str, owner_name: str, attribute: str, value: Any) -> None:
+    """Give a class a method of ours. Refused where the name is taken by somebody else."""
+    patches[name] = f"missing: {module} was not imported"
+
+    def apply(loaded: ModuleType) -> None:
+        try:
+            _, _, owner = resolve(loaded, owner_name)
+            existing = inspect.getattr_static(owner, attribute, None)
+            if existing is not None and existing is not value:
+                raise LookupError(f"{owner_name}.{attribute} is taken")
+            setattr(owner, attribute, value)
+            patches[name] = (
+                APPLIED if inspect.getattr_static(owner, attribute) is value else f"missing: {owner_name}.{attribute}"
+            )
+        except Exception as error:
+            patches[name] = f"missing: {error}"
+        refresh()
+
+    importhook.after(module, apply)
+
+
+def _checked(
+    module: ModuleType, qualname: str, parameters: tuple[str, ...], then: Callable[[Any, str, Any], None]
+) -> str:
+    try:
+        owner, attribute, value = resolve(module, qualname)
+        check_parameters(value, parameters)
+        then(owner, attribute, value)
+    except LookupError as error:
+        return f"missing: {module.__name__}.{qualname}: {error}"
+    except Exception as error:
+        return f"failed: {module.__name__}.{qualname}: {type(error).__name__}: {error}"
+    return APPLIED
+
+
+def register(role: str, rank: int | None = None, required: Mapping[str, Any] | None = None) -> None:
+    """Write this process's file. ``required`` names the patches without which this role cannot take part."""
+    config = protocol.Config.from_environment()
+    if config is None:
+        return
+    _written.clear()
+    _written.update(
+        pid=os.getpid(), cookie=config["cookie"], role=role, rank=rank, required=sorted(required or ()), config=config
+    )
+    refresh()
+
+
+def refresh() -> None:
+    if _written.get("pid") != os.getpid():
+        return
+    record = {key: value for key, value in _written.items() if key != "config"}
+    record["patches"] = dict(patches)
+    record["errors"] = list(importhook.errors)
+    folder = os.path.join(_written["config"]["control_dir"], protocol.PROCESSES_DIR)
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        protocol.write_json(os.path.join(folder, f"{os.getpid()}.json"), record)
+    except OSError:
+        pass  # no file means: not patched. Prepare then refuses and names this process.
+
+
+def unregister() -> None:
+    """This process ends as it should: take its file away, so that a missing process can be told from a dead one."""
+    if _written.get("pid") != os.getpid():
+        return
+    path = os.path.join(_written["config"]["control_dir"], protocol.PROCESSES_DIR, f"{os.getpid()}.json")
+    _written.clear()
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def faults(record: Mapping[str, Any]) -> list[str]:
+    """What keeps a registered process from taking part: each required patch that is not applied."""
+    found = record.get("patches") or {}
+    return [
+        f"{name}: {found.get(name, 'missing')}" for name in record.get("required", ()) if found.get(name) != APPLIED
+    ]

@@ -1,0 +1,50 @@
+"""Stacks of a stuck process, written without its help: faulthandler's C handler runs even while a C call holds the GIL.
+
+Armed only while an action runs, so that nothing is open while a process is prepared. The guard sends the signal.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+
+from . import protocol
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import IO
+
+SIGNAL = signal.SIGRTMIN + 9
+
+_armed: dict[int, IO[str]] = {}
+
+
+def path(control_dir: str, pid: int) -> str:
+    return os.path.join(control_dir, protocol.STACKS_DIR, f"{pid}.txt")
+
+
+def arm(control_dir: str) -> None:
+    """Write this process's stacks to ``stacks/<pid>.txt`` whenever SIGNAL comes. Best effort: a full disk is no reason to stop."""
+    pid = os.getpid()
+    if pid in _armed:
+        return
+    try:
+        os.makedirs(os.path.join(control_dir, protocol.STACKS_DIR), 0o700, exist_ok=True)
+        file = open(path(control_dir, pid), "w", encoding="utf-8")  # noqa: SIM115 (kept open for the handler)
+    except OSError:
+        return
+    faulthandler.register(SIGNAL, file, all_threads=True)
+    _armed[pid] = file
+
+
+def disarm(control_dir: str) -> None:
+    file = _armed.pop(os.getpid(), None)
+    if file is None:
+        return
+    faulthandler.unregister(SIGNAL)
+    file.close()
+    try:
+        os.unlink(path(control_dir, os.getpid()))
+    except OSError:
+        pass

@@ -1,0 +1,1 @@
+"""What belongs to torch itself, whichever engine uses it. One module a resource: release, reacquire, residue."""

@@ -1,0 +1,242 @@
+"""torch.distributed process groups: give all of them up, build them again in place.
+
+The engine's coordinator objects stay, and each group comes back under its old name: compiled code resolves groups by name
+(``torch.ops._c10d_functional.all_reduce_(buf, "sum", "3")``, torch 2.13), and models cache the handles.
+Facts: names come from a counter that every rank advances with every ``new_group``, its own or not
+(torch 2.13, ``distributed_c10d._process_group_name``); ``destroy_process_group()`` of the default group resets it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from .. import procfs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+    from typing import Any, NamedTuple
+
+    class Coordinated(NamedTuple):
+        """One coordinator of the engine's and what its two groups were. ``rank_lists`` has the ranks of all its siblings."""
+
+        coordinator: Any
+        rank_lists: list[list[int]]
+        mine: int
+        first_name: int
+        device_name: str
+        cpu_name: str
+        backend: str
+        device_timeout: timedelta
+        cpu_timeout: timedelta
+else:
+    from collections import namedtuple
+
+    Coordinated = namedtuple(
+        "Coordinated",
+        "coordinator rank_lists mine first_name device_name cpu_name backend device_timeout cpu_timeout",
+    )
+
+HANDLES = ("device_group", "cpu_group")
+
+
+class Groups:
+    """Every process group of this rank. One object a worker; coordinators are given oldest first."""
+
+    name = "torch groups"
+
+    def __init__(self) -> None:
+        self.released = False
+        self._records: list[Coordinated] = []
+        self._holders: list[tuple[Any, str, tuple[int, str]]] = []
+        self._world: tuple[str, int, int, timedelta] | None = None
+
+    # -- before anything is touched -------------------------------------------------------------
+
+    def obstacles(self, coordinators: Sequence[Any]) -> list[str]:
+        """What we would not know how to build again: a group that no coordinator owns."""
+        world = _c10d()._world
+        owned = {id(getattr(c, handle, None)) for c in coordinators for handle in HANDLES}
+        owned.add(id(world.default_pg))
+        return [
+            f"process group {name!r} belongs to no coordinator of the engine"
+            for group, name in world.pg_names.items()
+            if id(group) not in owned
+        ]
+
+    # -- release --------------------------------------------------------------------------------
+
+    def release(self, coordinators: Sequence[Any]) -> dict[str, Any]:
+        """Destroy all groups, drop every handle to them. Returns counts for the report."""
+        import torch.distributed as dist
+
+        if self.released or not dist.is_initialized():
+            return {"groups": 0}
+        self._world = _describe_world()
+        self._records = [_describe(coordinator) for coordinator in coordinators]
+        handles = {
+            id(getattr(record.coordinator, handle)): (index, handle)
+            for index, record in enumerate(self._records)
+            for handle in HANDLES
+        }
+        self._holders = _holders(handles, self._records)
+        self.released = True
+        for record in reversed(self._records):
+            for handle in HANDLES:
+                dist.destroy_process_group(getattr(record.coordinator, handle))
+                delattr(record.coordinator, handle)
+        for holder, key, _ in self._holders:
+            _set(holder, key, None)
+        dist.destroy_process_group()
+        gc.collect()
+        return {"groups": len(handles) + 1, "cached handles": len(self._holders)}
+
+    # -- reacquire ------------------------------------------------------------------------------
+
+    def reacquire(self, init_method: str, interface: str | None) -> dict[str, Any]:
+        """Rendezvous anew and rebuild every group under its old name. Collective: all ranks call it at one step.
+
+        ``init_method`` is a fresh ``file://`` path. ``interface`` is where gloo listens, unless the user named one.
+        Raises RuntimeError when a name comes out different, OSError when a named interface is gone.
+        """
+        if not self.released:
+            return {"groups": 0}
+        assert self._world is not None
+        with _gloo_interface(interface):
+            self._reacquire(init_method, *self._world)
+        for holder, key, (index, handle) in self._holders:
+            _set(holder, key, getattr(self._records[index].coordinator, handle))
+        count = 2 * len(self._records) + 1
+        self.released, self._records, self._holders, self._world = False, [], [], None
+        return {"groups": count}
+
+    def _reacquire(self, init_method: str, backend: str, size: int, rank: int, timeout: timedelta) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():  # an attempt before this one got half way
+            dist.destroy_process_group()
+        dist.init_process_group(backend, init_method=init_method, world_size=size, rank=rank, timeout=timeout)
+        highest = 0
+        for record in self._records:
+            _c10d()._world.group_count = record.first_name
+            for index, ranks in enumerate(record.rank_lists):
+                device = dist.new_group(ranks, backend=record.backend, timeout=record.device_timeout)
+                cpu = dist.new_group(ranks, backend="gloo", timeout=record.cpu_timeout)
+                if index == record.mine:
+                    record.coordinator.device_group, record.coordinator.cpu_group = device, cpu
+            _check_names(record)
+            highest = max(highest, _c10d()._world.group_count)
+        _c10d()._world.group_count = highest
+
+    # -- residue --------------------------------------------------------------------------------
+
+    def residue(self) -> list[str]:
+        """What a checkpoint would carry of the groups: torch's own registry, and the sockets of the old transports."""
+        left = []
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():
+            left.append("torch.distributed is still initialised")
+        for (host, port), (peer, peer_port), state, _ in procfs.tcp_sockets(os.getpid()):
+            left.append(f"TCP socket {host}:{port} to {peer}:{peer_port} ({state})")
+        return left
+
+
+def _c10d() -> Any:
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d
+
+
+def _timeout(group: Any) -> timedelta:
+    import torch
+
+    backend = group._get_backend(torch.device("cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def _describe_world() -> tuple[str, int, int, timedelta]:
+    import torch.distributed as dist
+
+    return dist.get_backend(), dist.get_world_size(), dist.get_rank(), _timeout(_c10d()._world.default_pg)
+
+
+def _describe(coordinator: Any) -> Coordinated:
+    names = _c10d()._world.pg_names
+    rank_lists = [list(ranks) for ranks in coordinator.group_ranks]
+    mine = next(index for index, ranks in enumerate(rank_lists) if coordinator.rank in ranks)
+    device_name, cpu_name = (names[getattr(coordinator, handle)] for handle in HANDLES)
+    return Coordinated(
+        coordinator,
+        rank_lists,
+        mine,
+        int(device_name) - 2 * mine,
+        device_name,
+        cpu_name,
+        str(coordinator.torch_distributed_backend),
+        _timeout(coordinator.device_group),
+        _timeout(coordinator.cpu_group),
+    )
+
+
+def _check_names(record: Coordinated) -> None:
+    names = _c10d()._world.pg_names
+    got = tuple(names[getattr(record.coordinator, handle)] for handle in HANDLES)
+    if got != (record.device_name, record.cpu_name):
+        raise RuntimeError(
+            f"groups of {record.coordinator.unique_name} came back as {got}, were {record.device_name, record.cpu_name}"
+        )
+
+
+def _holders(
+    handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
+) -> list[tuple[Any, str, tuple[int, str]]]:
+    """Every other attribute or dict entry that holds one of the groups: communicators, managers, models.
+
+    Objects that the engine froze out of the collector's sight (``gc.freeze``) are looked at too, and frozen again.
+    """
+    groups = [getattr(record.coordinator, handle) for record in records for handle in HANDLES]
+    own = {id(record.coordinator.__dict__) for record in records}
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        referrers = gc.get_referrers(*groups)
+    finally:
+        if frozen:
+            gc.freeze()
+    found = []
+    for referrer in referrers:
+        if id(referrer) in own or not isinstance(referrer, dict):
+            continue
+        for key, value in list(referrer.items()):
+            if isinstance(key, str) and id(value) in handles and value in groups:
+                found.append((referrer, key, handles[id(value)]))
+    return found
+
+
+def _set(holder: Any, key: str, value: Any) -> None:
+    holder[key] = value
+
+
+class _gloo_interface:
+    """gloo listens where the host name points, which after a move may be nowhere: on one host use loopback."""
+
+    def __init__(self, interface: str | None) -> None:
+        self._interface = interface
+
+    def __enter__(self) -> None:
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        for name in (named or "").split(","):
+            if name and not os.path.exists(f"/sys/class/net/{name}"):
+                raise OSError(f"GLOO_SOCKET_IFNAME names the interface {name!r}, which is not here")
+        self._set = not named and self._interface is not None
+        if self._set:
+            os.environ["GLOO_SOCKET_IFNAME"] = self._interface or ""
+
+    def __exit__(self, *_: object) -> None:
+        if self._set:
+            del os.environ["GLOO_SOCKET_IFNAME"]

@@ -1,0 +1,80 @@
+"""The coordinators' shared-memory broadcasters (``GroupCoordinator.mq_broadcaster``, vLLM 0.32.0).
+
+A ring in /dev/shm and ZeroMQ sockets, made over the group's CPU process group: they go before the groups and come back after.
+The executor's own RPC queues are another thing and stay: they carry this very call.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+from .. import procfs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+# How GroupCoordinator.__init__ makes its own (vLLM 0.32.0).
+CHUNK_BYTES, CHUNKS = 1 << 22, 6
+_POISON = 0xA5
+
+
+class Broadcasters:
+    name = "broadcasters"
+
+    def __init__(self) -> None:
+        self.released = False
+        self._owners: list[Any] = []
+        self._segments: list[str] = []
+        self._old: list[weakref.ref[Any]] = []
+
+    def release(self, coordinators: Sequence[Any]) -> dict[str, Any]:
+        if self.released:
+            return {}
+        self._owners = [c for c in coordinators if c.mq_broadcaster is not None]
+        self._segments, self._old = [], []
+        self.released = True
+        for coordinator in reversed(self._owners):
+            queue, coordinator.mq_broadcaster = coordinator.mq_broadcaster, None
+            self._old.append(weakref.ref(queue))
+            ring = getattr(queue, "buffer", None)
+            if ring is not None:
+                self._segments.append(ring.shared_memory.name.lstrip("/"))
+                _poison(ring)
+            queue.shutdown()
+            del queue, ring
+        gc.collect()
+        return {"queues": len(self._owners)} if self._owners else {}
+
+    def reacquire(self) -> dict[str, Any]:
+        """Collective: every rank of a group makes its queue at the same step."""
+        if not self.released:
+            return {}
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        for coordinator in self._owners:
+            coordinator.mq_broadcaster = MessageQueue.create_from_process_group(
+                coordinator.cpu_group, CHUNK_BYTES, CHUNKS
+            )
+        count = len(self._owners)
+        self.released, self._owners, self._segments, self._old = False, [], [], []
+        return {"queues": count} if count else {}
+
+    def residue(self) -> list[str]:
+        left = [f"{type(queue).__name__} is still referenced" for queue in (ref() for ref in self._old) if queue]
+        mapped = {path for _, _, path in procfs.mappings(os.getpid())}
+        for name in self._segments:
+            if any(path.startswith(f"/dev/shm/{name}") for path in mapped):
+                left.append(f"ring /dev/shm/{name} is still mapped")
+        return left
+
+
+def _poison(ring: Any) -> None:
+    """Overwrite the ring's flags: whoever still reads it finds no block in any valid state, so it waits for ever, visibly."""
+    buffer = ring.shared_memory.buf
+    if buffer is not None:
+        size = ring.metadata_size * ring.max_chunks
+        buffer[ring.metadata_offset : ring.metadata_offset + size] = bytes([_POISON]) * size

@@ -1,0 +1,179 @@
+"""In the engine core, in its main loop: admission, and the same step on all ranks.
+
+Nothing of this is on the way of a request in normal service. While admission is closed the core's own
+``_handle_client_request`` and ``_process_input_queue`` are shadowed on the instance, and given back afterwards
+(vLLM 0.32.0, EngineCoreProc.run_busy_loop looks both up on every turn).
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+from .. import environment, protocol, registry, stacks
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Report = dict[str, Any]
+
+METHOD = "nvsnap"
+
+
+def wrap_main(original: Callable[..., Any]) -> Callable[..., Any]:
+    """EngineCoreProc.run_engine_core: say what this process is, and take that back when it ends as it should."""
+    from . import REQUIRED
+
+    def run_engine_core(*args: Any, **kwargs: Any) -> Any:
+        registry.register("core", kwargs.get("dp_rank", 0), dict.fromkeys(REQUIRED["core"]))
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                registry.unregister()
+            raise
+        registry.unregister()
+        return result
+
+    return run_engine_core
+
+
+def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
+    """Becomes a method of EngineCoreProc, called by the leader as a utility. Never raises: the report says what went wrong."""
+    gate = _Gate.of(core)
+    stacks.arm(gate.control_dir)
+    report: Report = {"ok": True, "error": None, "pid": os.getpid()}
+    try:
+        report.update(getattr(gate, f"do_{action}")(options) or {})
+    except BaseException as error:
+        report.update(ok=False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(limit=12))
+        if isinstance(error, TimeoutError):
+            report["fatal"] = True  # vLLM's RPC is out of step now: the ranks can't be asked again
+    finally:
+        stacks.disarm(gate.control_dir)
+    return report
+
+
+class _Gate:
+    """Admission of one engine core: open, closed (new work waits, running work goes on), held (nothing runs)."""
+
+    _of: dict[int, _Gate] = {}  # noqa: RUF012 (by id of the core: one a process)
+
+    def __init__(self, core: Any) -> None:
+        config = protocol.Config.from_environment() or protocol.Config()
+        self.control_dir: str = config.get("control_dir", "")
+        self.core = core
+        self.waiting: list[tuple[Any, Any]] = []
+        self.held = False
+        self.closed = False
+        self._paused_before: Any = None
+
+    @classmethod
+    def of(cls, core: Any) -> _Gate:
+        return cls._of.setdefault(id(core), cls(core))
+
+    # -- what the leader asks for ---------------------------------------------------------------
+
+    def do_close(self, _: dict[str, Any]) -> Report:
+        """From here on new requests and foreign calls wait; what runs goes on."""
+        if not self.closed:
+            self._paused_before = self.core.scheduler.pause_state
+            self.core._handle_client_request = self._gated
+            self.closed = True
+        return self.do_poll({})
+
+    def do_poll(self, _: dict[str, Any]) -> Report:
+        return {
+            "idle": not self.core.has_work(),
+            "running": self.core.scheduler.get_num_unfinished_requests(),
+            "waiting": len(self.waiting),
+        }
+
+    def do_park(self, _: dict[str, Any]) -> Report:
+        """Freeze running requests where they are: they keep their KV blocks and go on after the restore."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        return self.do_poll({})
+
+    def do_ranks(self, options: dict[str, Any]) -> Report:
+        """One action on every rank at one step. ``options``: action, arguments, timeout (seconds)."""
+        ranks = self._ranks(options["action"], options.get("arguments") or {}, options["timeout"])
+        return {"ranks": ranks, "ok": all(rank["ok"] for rank in ranks)}
+
+    def do_hold(self, _: dict[str, Any]) -> Report:
+        """Nothing runs until ``open``: the main loop stays in our ``_process_input_queue``."""
+        if self.core.has_work():
+            raise RuntimeError("the engine core has work: it can't be held")
+        if not self.held:
+            self.core._process_input_queue = self._hold
+            self.held = True
+        return {}
+
+    def do_environment(self, options: dict[str, Any]) -> Report:
+        environment.apply(options["env"])
+        return self.do_ranks({"action": "environment", "arguments": options, "timeout": options["timeout"]})
+
+    def do_open(self, _: dict[str, Any]) -> Report:
+        """Everything back: the pause state that was, then what waited, in the order in which it came."""
+        if not self.closed:
+            return {"replayed": 0}
+        for name in ("_handle_client_request", "_process_input_queue"):
+            self.core.__dict__.pop(name, None)
+        self.held = self.closed = False
+        self.core.scheduler.set_pause_state(self._paused_before)
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            self.core._handle_client_request(*request)
+        return {"replayed": len(waiting)}
+
+    # -- the gate -------------------------------------------------------------------------------
+
+    def _ranks(self, action: str, arguments: dict[str, Any], timeout: float) -> list[Report]:
+        reports: list[Report] = self.core.model_executor.collective_rpc(
+            METHOD, timeout=timeout, args=(action, arguments)
+        )
+        return reports
+
+    def _gated(self, request_type: Any, request: Any) -> None:
+        """In place of the core's dispatcher while admission is closed."""
+        kind = request_type.name
+        if kind == "ABORT":
+            self._abort(request_type, request)
+        elif kind == "ADD" or (kind == "UTILITY" and request[2] != METHOD):
+            self.waiting.append((request_type, request))
+        else:
+            type(self.core)._handle_client_request(self.core, request_type, request)
+
+    def _abort(self, request_type: Any, request_ids: list[str]) -> None:
+        """The client of a waiting request is gone: it is dropped and never runs. One that runs is aborted as ever."""
+        gone = set(request_ids)
+        dropped = {
+            request[0].request_id
+            for kind, request in self.waiting
+            if kind.name == "ADD" and request[0].request_id in gone
+        }
+        self.waiting = [
+            (kind, request)
+            for kind, request in self.waiting
+            if not (kind.name == "ADD" and request[0].request_id in dropped)
+        ]
+        rest = [request_id for request_id in request_ids if request_id not in dropped]
+        if not rest:
+            return
+        if self.held:  # telling the workers must wait until they can hear
+            self.waiting.insert(0, (request_type, rest))
+        else:
+            type(self.core)._handle_client_request(self.core, request_type, rest)
+
+    def _hold(self) -> None:
+        """In place of the core's wait for work: take messages, run nothing, until opened or told to end."""
+        from vllm.v1.request import RequestStatus
+
+        while self.held:
+            self.core._handle_client_request(*self.core.input_queue.get())
+            if not self.core.is_running():
+                self.core._send_abort_outputs(self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED))
+                raise SystemExit

@@ -1,0 +1,38 @@
+"""``nvsnap-launch doctor``, run with the engine's own Python: is each patch target there as expected?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+from .. import registry
+from . import versions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def check() -> list[dict[str, Any]]:
+    """``[{name, ok, detail}]``: the version first, then each target of its table. Imports the engine: seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        return [{"name": "vllm", "ok": False, "detail": "not installed"}]
+    version = versions.installed(spec.origin)
+    refusal = versions.conflict(version)
+    if refusal is not None:
+        return [{"name": "vllm", "ok": False, "detail": refusal}]
+    entry = versions.lookup(version)
+    assert entry is not None
+    found = [{"name": "vllm", "ok": True, "detail": f"{version}, verified at level {entry.level}"}]
+    return found + [_target(name, target) for name, target in entry.targets.items()]
+
+
+def _target(name: str, target: versions.Target) -> dict[str, Any]:
+    where = f"{target.module}.{target.qualname}"
+    try:
+        _, _, value = registry.resolve(importlib.import_module(target.module), target.qualname)
+        registry.check_parameters(value, target.parameters)
+    except (ImportError, LookupError, AttributeError) as error:
+        return {"name": name, "ok": False, "detail": f"{where}: {error}"}
+    return {"name": name, "ok": True, "detail": where}

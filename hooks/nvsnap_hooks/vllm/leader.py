@@ -1,0 +1,231 @@
+"""In the API server: how the control thread reaches vLLM, and when the server is up.
+
+Calls go through vLLM's own utility channel to the engine core (0.32.0, AsyncMPClient.call_utility_async) from the server's
+event loop, so the control thread shares no socket with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from .. import control, protocol, registry
+from . import core
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from collections.abc import Callable
+    from typing import Any
+
+SLACK = 5.0  # seconds that a call may take on top of what the engine itself is given
+
+
+def is_server() -> bool:
+    """Is this process one that would serve (and not a spawned child, a model inspection or `vllm bench`)?"""
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        return False
+    words = sys.argv[:3]
+    return "serve" in words or any("api_server" in word for word in words)
+
+
+def install_refusing(refusal: str) -> None:
+    """An unverified version runs unpatched. Only the control thread is there, to answer a prepare with the reason."""
+    if is_server():
+        engine = VllmEngine(refusal)
+        engine.unpatched = True
+        registry.register("leader", None, {})
+        control.start(engine)
+
+
+def wrap_engine_init(original: Callable[..., None]) -> Callable[..., None]:
+    """AsyncLLM.__init__: the process that owns one is the leader. The control thread is up before the engine core is."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        engine = _begin(args, kwargs)
+        original(self, *args, **kwargs)
+        if engine is not None:
+            engine.bind(self)
+
+    return __init__
+
+
+def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
+    try:
+        from . import REQUIRED
+
+        engine = VllmEngine(_shape_refusal(args[0] if args else kwargs["vllm_config"], kwargs))
+        registry.register("leader", None, dict.fromkeys(REQUIRED["leader"]))
+        control.start(engine)
+        return engine
+    except Exception:
+        return None  # without leader.json every prepare is refused: the engine itself is none the worse
+
+
+def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:
+    """Shapes that the adapter does not cover (yet): said at once, not found out half way."""
+    parallel = config.parallel_config
+    if kwargs.get("client_count", 1) > 1:
+        return "several API servers (--api-server-count) are not supported"
+    if parallel.data_parallel_size > 1:
+        return "data parallelism is not supported"
+    if parallel.nnodes > 1:
+        return "more than one node is not supported"
+    return None
+
+
+def wrap_http_startup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """uvicorn's Server.startup: when it returns, the server listens."""
+
+    async def startup(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = await original(self, *args, **kwargs)
+        engine = control.engine()
+        if isinstance(engine, VllmEngine) and getattr(self, "started", False):
+            engine.listening.set()
+        return result
+
+    return startup
+
+
+class EngineError(Exception):
+    """The engine did not do what it was asked to. ``fatal``: it can't be asked again."""
+
+    def __init__(self, text: str, fatal: bool = False) -> None:
+        super().__init__(text)
+        self.fatal = fatal
+
+
+class VllmEngine:
+    """One vLLM server as the state machine sees it. Every call blocks and is made by the control thread alone."""
+
+    name = "vllm"
+
+    def __init__(self, refusal: str | None = None) -> None:
+        from . import version, versions
+
+        entry = versions.lookup(version)
+        self.version = version
+        self.level = entry.level if entry else ""
+        self.verified = entry is not None
+        self.refusal = refusal
+        self.unpatched = False
+        self.listening = threading.Event()
+        self._llm: Any = None
+        self._loop: AbstractEventLoop | None = None
+
+    def bind(self, llm: Any) -> None:
+        import asyncio
+
+        self._loop = asyncio.get_running_loop()
+        self._llm = llm
+
+    def is_serving(self) -> bool:
+        return self.unpatched or (self._llm is not None and self.listening.is_set())
+
+    # -- calls into the engine core ---------------------------------------------------------------
+
+    def call(self, action: str, timeout: float, options: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One action of core.py; ``timeout`` in seconds. Raises EngineError with what the core, or a rank, said."""
+        import asyncio
+
+        assert self._loop is not None
+        future = asyncio.run_coroutine_threadsafe(
+            self._llm.engine_core.call_utility_async(core.METHOD, action, options or {}), self._loop
+        )
+        try:
+            report: dict[str, Any] = future.result(timeout + SLACK)
+        except TimeoutError:
+            raise EngineError(f"the engine core did not answer {action!r} within {timeout + SLACK:g} s", True) from None
+        except Exception as error:
+            raise EngineError(f"the engine core can't be reached: {type(error).__name__}: {error}", True) from None
+        if not report["ok"] and "ranks" not in report:
+            raise EngineError(f"engine core: {action}: {report['error']}", bool(report.get("fatal")))
+        return report
+
+    def close_admission(self, timeout: float) -> dict[str, Any]:
+        return self.call("close", timeout)
+
+    def drain(self, seconds: float, timeout: float) -> dict[str, Any]:
+        """Let what runs finish for so many seconds, then park the rest. Returns the counts."""
+        deadline = time.monotonic() + seconds
+        state = self.call("poll", timeout)
+        while not state["idle"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+            state = self.call("poll", timeout)
+        parked = 0
+        if not state["idle"]:
+            parked = state["running"]
+            state = self.call("park", timeout)
+            deadline = time.monotonic() + timeout
+            while not state["idle"]:
+                if time.monotonic() > deadline:
+                    raise EngineError(f"steps in flight did not end within {timeout:g} s")
+                time.sleep(0.005)
+                state = self.call("poll", timeout)
+        return {"parked": parked, "waiting": state["waiting"]}
+
+    def hold(self, timeout: float) -> None:
+        self.call("hold", timeout)
+
+    def on_ranks(self, action: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
+        report = self.call("ranks", timeout, {"action": action, "arguments": arguments, "timeout": timeout})
+        ranks: list[dict[str, Any]] = report["ranks"]
+        return ranks
+
+    def set_environment(self, env: dict[str, str | None], timeout: float) -> None:
+        report = self.call("environment", timeout, {"env": env, "timeout": timeout})
+        if not report["ok"]:
+            raise EngineError("a rank did not take the new environment")
+
+    def open_admission(self, timeout: float) -> dict[str, Any]:
+        return self.call("open", timeout)
+
+    def settle(self, seconds: float) -> int:
+        """After a thaw: give the event loop time to notice connections that came back closed. Returns how many are left.
+
+        Their requests are aborted by vLLM itself as the loop sees the end of the connection; until then they must not run.
+        """
+        from .. import listener
+
+        deadline = time.monotonic() + seconds
+        while left := listener.dead_connections():
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(0.005)
+        self._loop_turns()
+        return 0
+
+    def _loop_turns(self) -> None:
+        """The end of a connection reaches the core through a few callbacks of the loop: let them pass."""
+        import asyncio
+
+        async def turns() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(turns(), self._loop).result(SLACK)
+
+    def residue(self) -> list[str]:
+        return []
+
+    @staticmethod
+    def is_engine_process(pid: int, mapped: set[str]) -> bool:
+        """Does a process that did not register hold this engine? vLLM's own libraries, or torch outside a known helper."""
+        if any("/vllm/" in path and path.endswith(".so") for path in mapped):
+            return True
+        return any("libtorch_cpu" in path for path in mapped)
+
+
+def log(text: str) -> None:
+    """One line on stderr, where the engine's own log goes."""
+    try:
+        os.write(2, f"nvsnap: {text}\n".encode())
+    except OSError:
+        pass
+
+
+__all__ = ["EngineError", "VllmEngine", "install_refusing", "is_server", "protocol"]
