@@ -151,7 +151,7 @@ def dump(session: Session, launcher: subprocess.Popen[bytes], parked: Persistent
 def check_gone(session: Session, after: str) -> None:
     left = tree.alive(session.members)
     session.report.check(not left, f"no process is left after {after}", ", ".join(str(process.pid) for process in left))
-    names = tree.left_behind(session.shm)
+    names = session.left_in_shm()
     session.report.check(not names, f"nothing is left in /dev/shm after {after}", ", ".join(names))
 
 

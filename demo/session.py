@@ -40,6 +40,7 @@ class Session:
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     members: set[psutil.Process] = field(default_factory=set)
     shm: set[str] = field(default_factory=set)
+    foreign_links: set[str] = field(default_factory=tree.link_remaps)
 
     @property
     def folder(self) -> Path:
@@ -108,6 +109,10 @@ class Session:
                 self.members |= set(found)
                 self.shm |= tree.shared_memory(found)
 
+    def left_in_shm(self) -> list[str]:
+        """Names in /dev/shm that are ours: held by the tree at some time, or links of a dump since the start."""
+        return tree.left_behind(self.shm | (tree.link_remaps() - self.foreign_links))
+
     def end(self) -> None:
         """End what still runs: first as an operator would, then hard. Removes what it leaves in /dev/shm."""
         self.track()
@@ -123,7 +128,7 @@ class Session:
             if launcher.poll() is None:
                 launcher.kill()
             launcher.wait()
-        for name in tree.left_behind(self.shm):
+        for name in self.left_in_shm():
             (Path(tree.SHM) / name).unlink(missing_ok=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 SHM = "/dev/shm/"
-# Left in /dev/shm by a dump that failed (CRIU's --link-remap).
+# A dump's own links (--link-remap); they stay when it fails.
 LINK_REMAP = "link_remap."
 
 
@@ -48,9 +48,13 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def left_behind(names: Iterable[str]) -> list[str]:
-    """Which of the names are still in /dev/shm, and any link of a failed dump."""
-    there = {path.name for path in Path(SHM).iterdir()}
-    return sorted(there & set(names) | {name for name in there if name.startswith(LINK_REMAP)})
+    """Which of the names are still in /dev/shm."""
+    return sorted({path.name for path in Path(SHM).iterdir()} & set(names))
+
+
+def link_remaps() -> set[str]:
+    """Names in /dev/shm that CRIU makes during a dump, whoever asked for it."""
+    return {path.name for path in Path(SHM).iterdir() if path.name.startswith(LINK_REMAP)}
 
 
 def end(processes: Iterable[psutil.Process], grace: float = 10.0) -> None:

@@ -1,0 +1,318 @@
+"""The scripts and the demo's parts, as far as they can be tried without an engine."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from demo import run, session, tree  # noqa: E402
+from demo.client import Answer, Persistent, Stream, ask, health  # noqa: E402
+from demo.report import DemoError, Report, size, table, tail, wait_until  # noqa: E402
+
+INSTALL = ROOT / "tools" / "install-engine"
+SETUP = ROOT / "tools" / "setup"
+BASH_SCRIPTS = [INSTALL, SETUP, ROOT / ".ci" / "run"]
+
+
+def call(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=30,
+        cwd=ROOT,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", BASH_SCRIPTS, ids=lambda path: path.name)
+def test_shell_syntax(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert call("bash", "-n", script).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        ([], 64, "usage"),
+        (["a", "b", "c"], 64, "usage"),
+        (["latest", "somewhere"], 64, "version number"),
+        (["0.32.0", "--force"], 64, "folder name"),
+        (["--help"], 0, "3.4 GB"),
+    ],
+)
+def test_install_engine_arguments(arguments: list[str], code: int, word: str) -> None:
+    result = call(INSTALL, *arguments)
+    assert result.returncode == code
+    assert word in result.stdout + result.stderr
+
+
+def test_install_engine_never_empties_a_foreign_folder(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    result = call(INSTALL, tmp_path)
+    assert result.returncode == 73
+    assert "not made by install-engine" in result.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_install_engine_does_nothing_twice(tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    command.touch(mode=0o755)
+    (tmp_path / ".nvsnap-engine").write_text("0.32.0\n")
+    result = call(INSTALL, "0.32.0", tmp_path, NVSNAP_PYTHON="/does/not/exist")
+    assert result.returncode == 0
+    assert "is there" in result.stdout
+
+
+def test_install_engine_says_which_python_it_lacks(tmp_path: Path) -> None:
+    result = call(INSTALL, tmp_path / "engine", NVSNAP_PYTHON="/does/not/exist")
+    assert result.returncode == 127
+    assert "/does/not/exist not found" in result.stderr
+    assert not (tmp_path / "engine").exists()
+
+
+def test_install_engine_refuses_an_old_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    result = call(INSTALL, tmp_path / "engine", NVSNAP_PYTHON=str(old))
+    assert result.returncode == 69
+    assert "3.11 or newer" in result.stderr and "3.9.2" in result.stderr
+
+
+def test_setup_refuses_unknown_parts_before_it_makes_anything(tmp_path: Path) -> None:
+    result = call(SETUP, "venv", "gpu", NVSNAP_WORK=str(tmp_path / "work"))
+    assert result.returncode == 64
+    assert "unknown part 'gpu'" in result.stderr
+    assert not (tmp_path / "work").exists()
+
+
+def test_setup_makes_no_model_without_an_engine(tmp_path: Path) -> None:
+    result = call(SETUP, "model", NVSNAP_WORK=str(tmp_path))
+    assert result.returncode == 64
+    assert "tools/setup engine" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["-x"], ["a", "b"]])
+def test_model_maker_arguments(arguments: list[str]) -> None:
+    result = call(sys.executable, ROOT / "demo" / "make_tiny_model.py", *arguments)
+    assert result.returncode == 64
+    assert "usage" in result.stderr
+
+
+def test_model_maker_says_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = call(sys.executable, ROOT / "demo" / "make_tiny_model.py", tmp_path / "file" / "model")
+    assert result.returncode == 73
+    assert "cannot write the model" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--port", "0"], "not a port number"), (["--tp", "3"], "--tp"), (["--nonsense"], "unrecognized")],
+)
+def test_demo_arguments(arguments: list[str], word: str) -> None:
+    result = call(sys.executable, "-m", "demo.run", *arguments)
+    assert result.returncode == 64
+    assert word in result.stderr
+
+
+def test_demo_names_what_is_missing(tmp_path: Path) -> None:
+    result = call(sys.executable, "-m", "demo.run", "--work", tmp_path)
+    assert result.returncode == 1
+    assert f"{tmp_path}/engine/bin/vllm is missing: run tools/setup" in result.stderr
+
+
+def test_serve_command_is_what_a_user_would_write(tmp_path: Path) -> None:
+    eager = run.serve_command(session.Options(tmp_path, 8190, 2, compiled=False, keep=False))
+    compiled = run.serve_command(session.Options(tmp_path, 8190, 2, compiled=True, keep=False))
+    assert eager[:3] == [f"{tmp_path}/engine/bin/vllm", "serve", f"{tmp_path}/models/tiny"]
+    assert eager == [*compiled, "--enforce-eager"]
+    assert compiled[compiled.index("--tensor-parallel-size") + 1] == "2"
+
+
+def test_table_is_aligned() -> None:
+    lines = table([("dump", "1.50 s"), ("image size", "1.80 GiB")]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1] == "dump          1.50 s"
+    assert lines[2] == "image size  1.80 GiB"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (2048, "2 KiB"), (5 << 20, "5 MiB"), (3 << 29, "1.50 GiB")]
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_report_counts_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    report.row("cold start", "21.00 s")
+    assert report.check(True, "it serves", "not shown")
+    assert not report.check(False, "same tokens", "'a' became 'b'")
+    assert report.failed() == 1
+    summary = report.summary()
+    assert "cold start  21.00 s" in summary
+    assert "FAILED  same tokens: 'a' became 'b'" in summary
+    assert summary.endswith("1 checks held, 1 did not")
+    assert "not shown" not in summary + capsys.readouterr().out
+
+
+def test_wait_until_ends_by_deadline_and_by_reason() -> None:
+    report = Report()
+    with pytest.raises(DemoError, match=r"waited 0 s for a state"):
+        wait_until(report, "a state", lambda: False, 0.05)
+    with pytest.raises(DemoError, match="while waiting for a state: it died"):
+        wait_until(report, "a state", lambda: False, 30, lambda: "it died")
+    assert wait_until(report, "a state", lambda: True, 30, lambda: "it died") < 1
+
+
+def test_wait_until_says_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    end = time.monotonic() + 0.5
+    wait_until(Report(), "the moon", lambda: time.monotonic() > end, 30, beat=0.1)
+    assert "waiting for the moon" in capsys.readouterr().out
+
+
+def test_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert "no log" in tail(log)
+    log.write_text("".join(f"line {number}\n" for number in range(20000)))
+    assert tail(log, 2) == "line 19998\nline 19999"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A shell that ignores TERM, with a child."""
+    process = subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 300 & echo up; wait; wait"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.stdout.close()
+    tree.end(tree.descendants(process.pid), grace=1)
+    process.kill()
+    process.wait()
+
+
+def test_end_is_for_the_given_processes_and_final(sleeper: subprocess.Popen[bytes]) -> None:
+    members = [psutil.Process(sleeper.pid), *tree.descendants(sleeper.pid)]
+    assert len(tree.alive(members)) == 2
+    tree.end(members, grace=0.3)
+    assert tree.alive(members) == []
+    sleeper.wait(5)
+    assert tree.descendants(sleeper.pid) == []
+
+
+def test_shared_memory_of_a_process_is_found_and_missed_when_gone() -> None:
+    block = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        names = tree.shared_memory([psutil.Process()])
+        assert block.name in names
+        assert tree.left_behind({block.name, "never-there"}) == [block.name]
+    finally:
+        block.close()
+        block.unlink()
+    assert tree.left_behind({block.name}) == []
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Speaks just enough of the API; cuts the first connections when told to."""
+
+    cuts_left = 0
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if Handler.cuts_left > 0:
+            Handler.cuts_left -= 1
+            return
+        self.send_response(400 if wanted["prompt"] == "bad" else 200)
+        self.end_headers()
+        if wanted.get("stream"):
+            for token in range(wanted["max_tokens"]):
+                choice = {"text": "x", "token_ids": [token], "finish_reason": None}
+                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            if wanted["prompt"] != "cut":
+                self.wfile.write(b"data: [DONE]\n\n")
+        else:
+            choice = {"text": "abc", "token_ids": [1, 2, 3]}
+            self.wfile.write(json.dumps({"choices": [choice]}).encode())
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    Handler.cuts_left = 0
+
+
+def test_client_asks_and_reports_refusals(port: int) -> None:
+    answer = ask(port, "hello", 3)
+    assert (answer.text, answer.tokens) == ("abc", (1, 2, 3))
+    with pytest.raises(RuntimeError, match="answered 400"):
+        ask(port, "bad", 3)
+    assert (health(port), health(port, "/other")) == (200, 404)
+
+
+def test_health_of_nobody() -> None:
+    assert health(1) == 0
+
+
+def test_persistent_request_survives_cuts(port: int) -> None:
+    Handler.cuts_left = 2
+    request = Persistent(port, "hello", 3)
+    request.start()
+    request.join(20)
+    assert request.answer is not None and request.answer.text == "abc"
+    assert request.cuts == ["RemoteDisconnected"]
+
+
+def test_persistent_request_stops_when_told() -> None:
+    request = Persistent(1, "hello", 3)
+    request.start()
+    wait_until(Report(), "a refusal", lambda: bool(request.cuts), 20)
+    request.give_up.set()
+    request.join(20)
+    assert not request.is_alive() and request.answer is None
+
+
+@pytest.mark.parametrize(("prompt", "complete"), [("whole", True), ("cut", False)])
+def test_stream_counts_and_knows_whether_it_was_whole(port: int, prompt: str, complete: bool) -> None:
+    stream = Stream(port, prompt, 7)
+    stream.start()
+    stream.join(20)
+    assert (stream.received, stream.complete, stream.error) == (7, complete, "")
+
+
+def test_same_answer_needs_all_tokens() -> None:
+    full = Answer("a", tuple(range(run.ANSWER_TOKENS)), 0.1)
+    assert run.same(full, Answer("a", tuple(range(run.ANSWER_TOKENS)), 0.9))
+    assert not run.same(full, Answer("a", (*range(run.ANSWER_TOKENS - 1), 99), 0.1))
+    assert not run.same(Answer("", (), 0.1), Answer("", (), 0.1))
