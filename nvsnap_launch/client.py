@@ -10,9 +10,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from nvsnap_launch import hooktree, processes  # noqa: F401
+from nvsnap_launch import processes
 from nvsnap_launch.controldir import ControlDirectory
-from nvsnap_hooks import protocol  # isort: skip
+from nvsnap_launch.hooktree import protocol
 
 READY = "ready"
 ENDED = "ended"
@@ -43,9 +43,11 @@ def request(control: ControlDirectory, action: str, timeout: float) -> dict[str,
     _place(path, identity, watch)
     try:
         while True:
-            last = (control.status() or {}).get("last") or {}
+            status = control.status() or {}
+            last = status.get("last") or {}
             if identity in (last.get("requests") or ()):
                 return _judge(last, action)
+            _stop_if_over(status)
             watch.pause(f"{action} was not finished")
     except BaseException:
         _withdraw(path, identity)
@@ -67,10 +69,16 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
         found = status.get("state")
         if found == wanted and (wanted not in protocol.STATES[:5] or watch.somebody()):
             return status
-        if found in (protocol.FAILED, ENDED):
-            reason = (status.get("last") or {}).get("error") or "see the log"
-            raise RequestFailed(f"the engine has {'failed' if found == protocol.FAILED else 'ended'}: {reason}")
+        _stop_if_over(status)
         watch.pause(f"state {wanted} was not reached", launcher_may_come=True)
+
+
+def _stop_if_over(status: dict[str, Any]) -> None:
+    state = status.get("state")
+    if state not in (protocol.FAILED, ENDED):
+        return
+    reason = (status.get("exit") or {}).get("reason") or (status.get("last") or {}).get("error") or "see its log"
+    raise RequestFailed(f"the engine has {state}: {reason}")
 
 
 class _Watch:
@@ -135,7 +143,9 @@ def _place(path: Path, identity: str, watch: _Watch) -> None:
             except FileExistsError:
                 watch.pause(f"an earlier {path.name} request was not taken")
     except OSError as error:
-        raise RequestFailed(f"cannot write a request to {path.parent}: {(error.strerror or str(error)).lower()}") from None
+        raise RequestFailed(
+            f"cannot write a request to {path.parent}: {(error.strerror or str(error)).lower()}"
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

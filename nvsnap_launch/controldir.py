@@ -1,4 +1,4 @@
-"""The control directory, seen from the launcher: made safe, locked, cleaned, read. docs/control-directory.md lists the files."""
+"""The control directory, made safe, locked, cleaned and read. docs/control-directory.md lists the files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nvsnap_launch import hooktree  # noqa: F401  (makes nvsnap_hooks importable)
-from nvsnap_hooks import protocol  # isort: skip
+from nvsnap_launch.hooktree import protocol
 
 DEFAULT = Path("/run/nvsnap")
 VARIABLE = "NVSNAP_CONTROL_DIR"
@@ -80,7 +79,7 @@ def check_owner(path: Path) -> None:
 
 
 def prepare(explicit: str | None) -> ControlDirectory:
-    """The directory a launcher will use, made and checked. Falls back only from the default. Raises ControlDirectoryError."""
+    """The directory for a launcher, made and checked; only the default falls back. Raises ControlDirectoryError."""
     named = explicit or os.environ.get(VARIABLE)
     if named:
         control = ControlDirectory(Path(named).absolute())

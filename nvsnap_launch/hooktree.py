@@ -1,7 +1,7 @@
 """Where the hooks are: the folder that goes on the engine's PYTHONPATH.
 
-Importing this module makes ``nvsnap_hooks`` importable in the launcher too. Its folder goes last on sys.path, so that
-nothing in it can hide a module of the launcher's own environment.
+Importing this module makes ``nvsnap_hooks`` importable in the launcher too, and gives ``protocol`` from it. The folder
+goes last on sys.path, so that nothing in it can hide a module of the launcher's own environment.
 """
 
 from __future__ import annotations
@@ -23,3 +23,7 @@ HOOKS_DIR = locate()
 
 if str(HOOKS_DIR) not in sys.path:
     sys.path.append(str(HOOKS_DIR))
+
+from nvsnap_hooks import protocol  # noqa: E402
+
+__all__ = ["HOOKS_DIR", "locate", "protocol"]

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from nvsnap_launch import hooktree, signals
-from nvsnap_hooks import protocol  # isort: skip  (found through hooktree)
+from nvsnap_launch.hooktree import protocol
 
 PREFIX = "NVSNAP_"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")

@@ -1,6 +1,6 @@
 """What /proc says about a process. Standard library only and quick: the engine itself uses it.
 
-Source of the formats: proc(5), proc_pid_stat(5), proc_pid_maps(5) and the kernel's Documentation/networking/proc_net_tcp.
+Source of the formats: proc(5) and the kernel's Documentation/networking/proc_net_tcp.rst.
 A process that is gone, or that we may not look into, gives an empty answer: it can end at any moment.
 """
 
@@ -65,7 +65,8 @@ def mappings(pid: int) -> list[tuple[int, int, str]]:
 def tcp_sockets(pid: int) -> list[tuple[tuple[str, int], tuple[str, int], str, int]]:
     """(local, remote, state, inode) of each TCP socket, IPv4 and IPv6, that the process holds open.
 
-    Addresses are (ip, port), an IPv4 address inside an IPv6 socket given as IPv4; state is a name of TCP_STATES. Reads the table of the process's own network namespace.
+    Addresses are (ip, port), an IPv4 address inside an IPv6 socket given as IPv4; state is a name of TCP_STATES.
+    The table is that of the process's own network namespace.
     """
     own = {int(target[8:-1]) for target in descriptors(pid).values() if target.startswith("socket:[")}
     if not own:
