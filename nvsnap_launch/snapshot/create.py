@@ -1,0 +1,439 @@
+"""``snapshot create``: prepare, freeze the tree into a folder, end it. Written beside and renamed at the end.
+
+Until the rename the tree is only stopped, so that any failure ends in a server that serves, no image, and no
+``link_remap.*`` in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nvsnap_hooks import metadata as metadata_file
+from nvsnap_hooks import procfs
+
+from nvsnap_launch import client, processes
+from nvsnap_launch.controldir import ControlDirectory
+from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.snapshot import manifest as manifests
+from nvsnap_launch.snapshot import obstacles, saved
+from nvsnap_launch.snapshot import tree as proc
+from nvsnap_launch.snapshot.criu import Criu
+from nvsnap_launch.snapshot.errors import Interrupted, SnapshotError
+from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Launcher, Manifest, OuterFile, Stream
+from nvsnap_launch.snapshot.progress import Clock, say, size_text
+from nvsnap_launch.snapshot.tree import Tree
+
+EXIT_REFUSED = 64
+RESERVE_BYTES = 64 << 20
+SETTLE_SECONDS = 10.0
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Small files of ours in the control directory that the tree goes on with; status and requests are made anew.
+CONTROL_FILES = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE)
+
+
+@dataclass(frozen=True)
+class Options:
+    """``prepare_timeout`` and ``undo_timeout`` in seconds."""
+
+    leave_running: bool = False
+    prepare_timeout: float = 180.0
+    undo_timeout: float = 180.0
+
+
+def create(directory: Path, control: ControlDirectory, criu: Criu, options: Options) -> Manifest:
+    """Freeze the tree of this control directory into ``directory``.
+
+    Raises SnapshotError: 64 refused and nothing touched, 1 failed and the server serves again, 75 failed and the
+    server could not be brought back to serving; Interrupted after a signal, undone likewise.
+    """
+    with signals_raise():
+        return Creation(directory, control, criu, options).run()
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Let Ctrl-C and its kind interrupt the work as an exception, so that it is undone."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        for other in STOPPING:
+            signal.signal(other, signal.SIG_IGN)  # once is enough: the undo must not be interrupted
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Creation:
+    """One run of ``create``: what it found, what it made so far, and how to take that back."""
+
+    def __init__(self, directory: Path, control: ControlDirectory, criu: Criu, options: Options) -> None:
+        self.directory = directory
+        self.partial = directory.with_name(directory.name + ".partial")
+        self.control = control
+        self.criu = criu
+        self.options = options
+        self.clock = Clock()
+        self.id = str(uuid.uuid4())
+        self.touched = False  # prepare was asked for, or found done
+        self.complete = False
+        self.remaps_before: set[str] = set()
+
+    def run(self) -> Manifest:
+        self.refuse_early()
+        self.leader = self.find_leader()
+        self.tree = proc.find_tree(self.leader)
+        self.config = hooks_config(self.leader)
+        self.refuse_what_never_works()
+        try:
+            return self.work()
+        except BaseException as error:
+            self.undo(error)
+            raise
+
+    # -- before anything is touched ---------------------------------------------------------------------------
+
+    def refuse_early(self) -> None:
+        if os.geteuid() != 0:
+            raise SnapshotError("taking a snapshot needs root (CRIU does)", EXIT_REFUSED)
+        if manifests.is_snapshot(self.directory):
+            raise SnapshotError(f"{self.directory} is a snapshot already: name another folder", EXIT_REFUSED)
+        if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
+            raise SnapshotError(f"{self.directory} exists and is not an empty folder", EXIT_REFUSED)
+        self.refuse_second_driver()
+        self.criu.check()
+
+    def refuse_second_driver(self) -> None:
+        dump = self.control.dump() or {}
+        driver = processes.find(int(dump.get("pid") or 0), int(dump.get("pid_namespace") or 0))
+        if dump.get("phase") == "dumping" and driver is not None:
+            raise SnapshotError(f"another snapshot is being taken by process {driver.pid}", EXIT_REFUSED)
+
+    def find_leader(self) -> int:
+        """PID, as seen from here, of the live leader."""
+        entry = self.control.leader() or (self.control.status() or {}).get("leader") or {}
+        found = processes.find(int(entry.get("pid") or 0), int(entry.get("pid_namespace") or 0))
+        if found is None:
+            raise SnapshotError(f"no engine with hooks is running under {self.control.path}", EXIT_REFUSED)
+        return int(found.pid)
+
+    def refuse_what_never_works(self) -> None:
+        """Things that no prepare would change, so that the server isn't paused for nothing."""
+        if os.getpid() in self.tree.pids:
+            raise SnapshotError("this command runs inside the tree that it should freeze", EXIT_REFUSED)
+        hopeless = [*obstacles.pipes_to_outside(self.tree), *obstacles.terminals(self.tree)]
+        if hopeless:
+            raise SnapshotError(f"a snapshot would not work: {'; '.join(hopeless)}", EXIT_REFUSED)
+        self.refuse_without_space()
+
+    def refuse_without_space(self) -> None:
+        needed = sum(map(proc.memory_bytes, self.tree.pids)) + RESERVE_BYTES
+        place = next(parent for parent in self.directory.absolute().parents if parent.exists())
+        try:
+            free = shutil.disk_usage(place).free
+        except OSError as error:
+            raise SnapshotError(f"{place}: {error.strerror}", EXIT_REFUSED) from error
+        if free < needed:
+            text = f"{size_text(needed)} are needed in {place}, {size_text(free)} are free"
+            raise SnapshotError(f"not enough space for a snapshot: {text}", EXIT_REFUSED)
+
+    # -- the work ---------------------------------------------------------------------------------------------
+
+    def work(self) -> Manifest:
+        self.make_partial()
+        self.prepare()
+        with self.clock.step("audit"):
+            self.tree = proc.find_tree(self.leader)
+            found = obstacles.obstacles(self.tree)
+            if found:
+                raise SnapshotError("\n  ".join(["CRIU could not dump this tree:", *found]))
+        facts = self.facts()
+        with self.clock.step("dump"):
+            self.dump()
+        with self.clock.step("files"):
+            manifest = self.save_files(facts)
+        with self.clock.step("sync"):
+            manifest = self.finish(manifest)
+        self.release()
+        total = f"{size_text(manifest.size)} in {self.clock.total():.1f} s"
+        say(f"snapshot {self.directory}: {manifest.process_count} processes, {total} ({self.clock.summary()})")
+        return manifest
+
+    def make_partial(self) -> None:
+        try:
+            if self.partial.exists():
+                remove_left_over(self.partial)
+            self.partial.mkdir(mode=0o700, parents=True)
+            (self.partial / IMAGES_DIR).mkdir(mode=0o700)
+        except OSError as error:
+            raise SnapshotError(f"{self.partial} cannot be made: {error.strerror}", EXIT_REFUSED) from error
+
+    def prepare(self) -> None:
+        if (self.control.status() or {}).get("state") == protocol.PREPARED:
+            self.touched = True
+            say("prepared already")
+            return
+        self.touched = True
+        with self.clock.step("prepare"):
+            try:
+                client.request(self.control, protocol.PREPARE, self.options.prepare_timeout)
+            except client.RequestFailed as error:
+                raise SnapshotError(f"prepare: {error.reason}") from error
+
+    def write_phase(self, phase: str) -> None:
+        value = {"phase": phase, "pid": os.getpid(), "root": self.tree.inner_root, "snapshot": self.id}
+        value["pid_namespace"] = protocol.pid_namespace()
+        protocol.write_json(self.control.path / protocol.DUMP_FILE, value)
+
+    def dump(self) -> None:
+        folders = saved.remap_folders(self.tree)
+        self.remaps_before = saved.link_remaps(self.tree.files, folders)
+        self.remap_folders = folders
+        self.write_phase("dumping")
+        enter = None if same_namespaces(self.tree.root) else self.tree.root
+        self.criu.dump(self.tree.inner_root, self.partial / IMAGES_DIR, enter)
+
+    def new_remaps(self) -> set[str]:
+        return saved.link_remaps(self.tree.files, self.remap_folders) - self.remaps_before
+
+    def facts(self) -> dict[str, Any]:
+        """What only the running tree shows."""
+        status = self.control.status() or {}
+        return {
+            "root_pid": self.tree.inner_root,
+            "leader_pid": proc.inner_pid(self.leader),
+            "ids": self.tree.inner_ids(),
+            "process_count": len(self.tree.pids),
+            "uid": (proc.PROC / str(self.leader)).stat().st_uid,
+            "engine": status.get("engine") or {},
+            "generation": int(status.get("generation") or 0),
+            "incarnation": self.incarnation(status),
+            "cwd": sorted({str(item) for item in map(proc.working_directory, self.tree.pids) if item}),
+            "listening": proc.listening(self.tree),
+            "memory_bytes": sum(map(proc.memory_bytes, self.tree.pids)),
+        }
+
+    def incarnation(self, status: dict[str, Any]) -> str | None:
+        """What the metadata shows now: only another one tells the engine that it was restored."""
+        with contextlib.suppress(metadata_file.MetadataError):
+            shown = metadata_file.read(str(self.tree.files) + self.config.metadata)
+            if shown is not None:
+                return str(shown.incarnation)
+        value = status.get("incarnation")
+        return str(value) if value else None
+
+    def save_files(self, facts: dict[str, Any]) -> Manifest:
+        """Copy what must travel with the image, while the tree stands still."""
+        keeper = saved.Keeper(self.partial, self.tree.files)
+        control_dir = self.config.control_dir
+        streams = find_streams(self.tree)
+        handed = {stream.path for stream in streams}
+        memory = saved.shared_memory(self.tree) | self.new_remaps()
+        own = control_names(self.tree, control_dir) - handed
+        outer = find_outer(self.tree, memory | own | handed)
+        return Manifest(
+            id=self.id,
+            created=protocol.timestamp(),
+            control_dir=control_dir,
+            control_dirs=folders_below(self.tree.files, control_dir),
+            metadata=self.config.metadata,
+            cookie=self.config.cookie,
+            launcher=self.config.launcher,
+            kernel=os.uname().release,
+            criu=self.criu.version_text,
+            streams=streams,
+            saved=keeper.save(memory),
+            control=keeper.save(own),
+            outer=outer,
+            files=[],
+            seconds={},
+            **facts,
+        )
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        files = manifests.collect(self.partial)
+        seconds = {name: round(value, 3) for name, value in self.clock.seconds.items()}
+        manifest = manifest.model_copy(update={"files": files, "seconds": seconds})
+        manifest.write(self.partial)
+        for path in (self.partial / IMAGES_DIR, self.partial):
+            manifests.sync(path)
+        # From here on a signal is too late: the snapshot is there.
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+        self.partial.rename(self.directory)
+        self.complete = True
+        with contextlib.suppress(OSError):
+            manifests.sync(self.directory.parent)
+        return manifest
+
+    def release(self) -> None:
+        if self.options.leave_running:
+            saved.remove(str(self.tree.files) + name for name in self.new_remaps())
+            with self.clock.step("undo"):
+                self.bring_back()
+            return
+        shared = self.tree.files / "dev/shm"
+        holder = os.open(shared, os.O_RDONLY | os.O_DIRECTORY) if shared.is_dir() else None
+        names = saved.shared_memory(self.tree)
+        others = self.new_remaps() - names
+        with contextlib.suppress(OSError):
+            self.write_phase("done")
+        with self.clock.step("end"):
+            saved.remove(str(self.tree.files) + name for name in others)
+            kill_all(self.tree.pids)
+            if holder is not None:
+                remove_below(holder, names)
+                os.close(holder)
+
+    # -- and back ---------------------------------------------------------------------------------------------
+
+    def undo(self, error: BaseException) -> None:
+        """Take everything back. Raises SnapshotError (75) when the server does not serve again."""
+        if self.complete:
+            return
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        say(f"taking it back: {why}")
+        if hasattr(self, "remap_folders"):
+            saved.remove(str(self.tree.files) + name for name in self.new_remaps())
+        # First: on a full disk the control directory may need the space.
+        shutil.rmtree(self.partial, ignore_errors=True)
+        if self.touched:
+            self.bring_back(error)
+
+    def bring_back(self, error: BaseException | None = None) -> None:
+        """Continue the stopped tree, undo the prepare, wait until it serves."""
+        resume(self.tree.pids)
+        if self.control.dump() is not None:
+            with contextlib.suppress(OSError):
+                self.write_phase("failed")
+        if (self.control.status() or {}).get("state") == protocol.SERVING:
+            return
+        try:
+            client.request(self.control, protocol.RESTORE, self.options.undo_timeout)
+            client.wait_for(self.control, protocol.SERVING, self.options.undo_timeout)
+        except client.RequestFailed as failed:
+            before = f"{error}\n  and " if error is not None else ""
+            reason = f"{before}the server could not be brought back to serving: {failed.reason}"
+            raise SnapshotError(reason, protocol.EXIT_PREPARE_FAILED) from error
+        say("the server serves again")
+
+
+@dataclass(frozen=True)
+class HooksConfig:
+    """What the launcher told the leader; paths as the tree sees them."""
+
+    control_dir: str
+    cookie: str
+    metadata: str
+    launcher: Launcher
+
+
+def hooks_config(leader: int) -> HooksConfig:
+    """The configuration in a leader's environment. Raises SnapshotError (64) where there is none."""
+    text = procfs.environment(leader).get(protocol.CONFIG_VARIABLE, "")
+    try:
+        value = json.loads(text)
+        names = ("control_dir", "cookie", "metadata")
+        return HooksConfig(*(str(value[name]) for name in names), launcher=Launcher.model_validate(value))
+    except (ValueError, KeyError, TypeError):
+        reason = f"process {leader} has no usable {protocol.CONFIG_VARIABLE}: it was not started by this launcher"
+        raise SnapshotError(reason, EXIT_REFUSED) from None
+
+
+def same_namespaces(pid: int) -> bool:
+    """Whether a process lives in our PID and mount namespace."""
+
+    def inode(who: str, kind: str) -> int:
+        return (proc.PROC / who / "ns" / kind).stat().st_ino
+
+    return all(inode(str(pid), kind) == inode("self", kind) for kind in ("pid", "mnt"))
+
+
+def remove_left_over(partial: Path) -> None:
+    """Remove what a killed driver left; anything else of that name is refused."""
+    names = {entry.name for entry in partial.iterdir()} if partial.is_dir() else {"?"}
+    if names - {IMAGES_DIR, manifests.DATA_DIR, manifests.MANIFEST_FILE}:
+        raise SnapshotError(f"{partial} is in the way and not of our making", EXIT_REFUSED)
+    shutil.rmtree(partial)
+
+
+def find_streams(tree: Tree) -> list[Stream]:
+    """Logs: regular files that are some process's output, or open for appending. They may grow between restores."""
+    found: dict[str, bool] = {}
+    for item in tree.descriptors():
+        if not item.writable or item.deleted or item.target.startswith(saved.SHM) or not item.is_regular():
+            continue
+        if item.number in (1, 2) or item.flags & os.O_APPEND:
+            both = item.flags & os.O_ACCMODE == os.O_RDWR
+            found[item.target] = found.get(item.target, False) or both
+    return [Stream(path=path, read=read) for path, read in sorted(found.items())]
+
+
+def control_names(tree: Tree, control_dir: str) -> set[str]:
+    """Files of the control directory that the tree goes on with: ours by name, and whatever it holds open."""
+    place = tree.files / control_dir.lstrip("/")
+    names = {f"{control_dir}/{name}" for name in CONTROL_FILES}
+    processes_dir = place / protocol.PROCESSES_DIR
+    names |= {f"{control_dir}/{protocol.PROCESSES_DIR}/{path.name}" for path in processes_dir.glob("*.json")}
+    opened = {item.target for item in tree.descriptors()} | tree.mapped_paths()
+    return names | {path for path in opened if path.startswith(control_dir + "/") and not path.endswith(proc.DELETED)}
+
+
+def folders_below(files: Path, folder: str) -> list[str]:
+    place = files / folder.lstrip("/")
+    return sorted(f"{folder}/{path.relative_to(place)}" for path in place.rglob("*") if path.is_dir())
+
+
+def find_outer(tree: Tree, known: set[str]) -> list[OuterFile]:
+    """Regular files that the tree maps or has open and that stay outside the snapshot."""
+    paths = tree.mapped_paths() | {item.target for item in tree.descriptors() if item.target.startswith("/")}
+    found = []
+    for path in sorted(paths - known):
+        place = tree.files / path.lstrip("/")
+        if path.startswith(("/dev/", "/proc/")) or path.endswith(proc.DELETED) or not place.is_file():
+            continue
+        found.append(OuterFile(path=path, size=place.stat().st_size))
+    return found
+
+
+def resume(pids: list[int]) -> None:
+    """Continue stopped processes until none is stopped (a killed CRIU lets go of them a little later)."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        stopped = [pid for pid in pids if proc.state(pid) in ("T", "t")]
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        if not stopped or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def kill_all(pids: list[int]) -> None:
+    """End a stopped tree: nothing of it runs again, so the order does not matter."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while any(proc.alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def remove_below(folder: int, names: set[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name.removeprefix(saved.SHM), dir_fd=folder)

@@ -1,0 +1,141 @@
+"""A PID and mount namespace of its own for a restored tree, so that its process numbers are free.
+
+The calling process stays outside: it passes signals on and exits as the inner one does. The inner one is PID 1 there
+and dies with the outer one (PR_SET_PDEATHSIG), and the kernel then ends everything in the namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from nvsnap_launch import signals
+from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.snapshot.errors import SnapshotError
+from nvsnap_launch.snapshot.progress import say
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWPID = 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+PR_SET_PDEATHSIG = 1
+RESERVED_PIDS = 300  # the kernel starts over from here when the numbers wrap
+HEADROOM = 1000
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def run_inside(work: Callable[[], int]) -> int:
+    """Run ``work`` as PID 1 of a new PID namespace with its own /proc and /dev/shm; returns its exit status.
+
+    The signals of signals.WAITED must be blocked. Raises SnapshotError when the namespaces can't be made.
+    """
+    call("a PID namespace cannot be made", libc.unshare, CLONE_NEWPID)
+    watched, held = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(held)
+        os._exit(inner(work, watched))
+    os.close(watched)
+    return stand_for(pid)
+
+
+def inner(work: Callable[[], int], watched: int) -> int:
+    """The child's whole life; never returns into the caller's stack."""
+    code = protocol.EXIT_BUG
+    try:
+        die_with_parent(watched)
+        os.setsid()  # the terminal's signals reach the outer process, which passes them on once
+        own_mounts()
+        code = work()
+    except SnapshotError as error:
+        say(str(error))
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    return code
+
+
+def die_with_parent(watched: int) -> None:
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the call took effect: then nobody holds the pipe's other end.
+    gone, _, _ = select.select([watched], [], [], 0)
+    os.close(watched)
+    if gone:
+        os._exit(protocol.EXIT_RESTORE_FAILED)
+
+
+def own_mounts() -> None:
+    size = shm_size()
+    call("a mount namespace cannot be made", libc.unshare, CLONE_NEWNS)
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    if os.path.isdir("/dev/shm"):  # noqa: PTH112
+        mount("shm", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777{size}")
+
+
+def shm_size() -> str:
+    """The size that /dev/shm has now, as a mount option; empty for the kernel's default."""
+    try:
+        info = os.statvfs("/dev/shm")
+    except OSError:
+        return ""
+    return f",size={info.f_blocks * info.f_frsize}" if info.f_blocks else ""
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    text = kind.encode() if kind else None
+    call(f"{target} cannot be mounted", libc.mount, source.encode(), target.encode(), text, flags, data.encode())
+
+
+def call(failure: str, function: Callable[..., int], *arguments: object) -> None:
+    if function(*arguments) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise SnapshotError(f"{failure}: {reason}", protocol.EXIT_RESTORE_FAILED)
+
+
+def stand_for(pid: int) -> int:
+    """Pass every signal on to the inner process; returns its exit status, 128 + n if signal n ended it."""
+    while True:
+        info = signals.next_signal(3600)
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            os.kill(pid, info.si_signo)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def keep_clear(ids: list[int]) -> None:
+    """Make the next process numbers of this namespace start where no wanted one is (needs a writable /proc)."""
+    try:
+        with open("/proc/sys/kernel/pid_max") as file:  # noqa: PTH123
+            limit = int(file.read())
+        with open("/proc/sys/kernel/ns_last_pid", "r+") as file:  # noqa: PTH123
+            start = clear_start(ids, int(file.read()), limit)
+            if start is not None:
+                file.seek(0)
+                file.write(str(start))
+    except OSError:
+        pass  # CRIU then says so if it comes to a clash
+
+
+def clear_start(ids: list[int], last: int, limit: int) -> int | None:
+    """The process number after which HEADROOM numbers are free of ``ids``; None to leave it where it is."""
+    candidates = [last, *(number for number in sorted(ids, reverse=True)), RESERVED_PIDS]
+    for start in candidates:
+        if start + HEADROOM < limit and not any(start < number <= start + HEADROOM for number in ids):
+            return None if start == last else start
+    return None

@@ -1,0 +1,284 @@
+"""``snapshot restore``: become the supervisor of the tree that CRIU brings back.
+
+Everything that can be refused is refused before anything starts. Files go back first, then the metadata that tells
+the engine, then CRIU; the tree's root is this process's child (CRIU's --restore-sibling).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nvsnap_hooks import metadata as metadata_file
+
+from nvsnap_launch import client, signals
+from nvsnap_launch.controldir import ControlDirectory, ControlDirectoryError
+from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.settings import Settings
+from nvsnap_launch.snapshot import manifest as manifests
+from nvsnap_launch.snapshot import namespace, saved
+from nvsnap_launch.snapshot import tree as proc
+from nvsnap_launch.snapshot.criu import Criu
+from nvsnap_launch.snapshot.errors import SnapshotError
+from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Manifest
+from nvsnap_launch.snapshot.progress import Clock, say
+
+EXIT_FAILED = protocol.EXIT_RESTORE_FAILED
+EXIT_REFUSED = protocol.EXIT_USAGE
+RESTORE_LOG = "criu-restore.log"
+LOCK_SECONDS = 10.0
+POLL_SECONDS = 0.05
+OURS = "snapshot-restore-"  # begins the incarnations that this driver makes up
+
+Namespace = Literal["auto", "new", "current"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """``wait_timeout``: seconds until the server must serve again. ``env``: values that changed, None unsets."""
+
+    pid_namespace: Namespace = "auto"
+    wait_timeout: float = 300.0
+    env: dict[str, str | None] = field(default_factory=dict)
+
+
+def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -> int:
+    """Bring the tree back and supervise it to its end; returns the exit status of the tree.
+
+    Raises SnapshotError: 64 refused, 74 damaged or failed.
+    """
+    signals.block()
+    manifest = manifests.load(directory)
+    refuse(directory, manifest, criu, settings, options)
+    # The tree goes on blocking the signals that it was started with.
+    settings = settings.model_copy(update=manifest.launcher.model_dump())
+    work = Restoration(directory, manifest, criu, settings, options)
+    if not wants_namespace(manifest, options.pid_namespace):
+        return work.run()
+    return namespace.run_inside(work.run)
+
+
+def refuse(directory: Path, manifest: Manifest, criu: Criu, settings: Settings, options: Options) -> None:
+    if os.geteuid() != 0:
+        raise SnapshotError("restoring a snapshot needs root (CRIU does)", EXIT_REFUSED)
+    if settings.control_dir and Path(settings.control_dir).absolute() != Path(manifest.control_dir):
+        text = f"the snapshot was made with the control directory {manifest.control_dir}"
+        raise SnapshotError(f"{text}, and its processes go on using it: it cannot be {settings.control_dir}", 64)
+    found = manifests.problems(directory, manifest)
+    if found:
+        raise SnapshotError("\n  ".join([f"{directory} is damaged:", *found[:8]]), EXIT_FAILED)
+    missing = missing_files(manifest)
+    if missing:
+        raise SnapshotError("\n  ".join(["the tree would not find its files again:", *missing[:8]]), EXIT_FAILED)
+    used = ids_in_use(manifest)
+    if options.pid_namespace == "current" and used:
+        text = f"process numbers of the snapshot are in use here ({', '.join(map(str, used[:5]))})"
+        raise SnapshotError(f"{text}: use --pid-namespace new", EXIT_REFUSED)
+    criu.check()
+
+
+def missing_files(manifest: Manifest) -> list[str]:
+    """Files and folders outside the snapshot that CRIU will look for: gone, or of another size."""
+    found = [f"{path}: no such folder" for path in manifest.cwd if not Path(path).is_dir()]
+    for file in manifest.outer:
+        try:
+            size = Path(file.path).stat().st_size
+        except OSError as error:
+            found.append(f"{file.path}: {error.strerror}")
+            continue
+        if size != file.size:
+            found.append(f"{file.path} has {size} bytes instead of {file.size}")
+    return found
+
+
+def ids_in_use(manifest: Manifest) -> list[int]:
+    """Process and thread numbers of the snapshot that exist in this PID namespace."""
+    return [number for number in manifest.ids if os.path.exists(f"/proc/{number}")]  # noqa: PTH110
+
+
+def wants_namespace(manifest: Manifest, choice: Namespace) -> bool:
+    if choice == "auto":
+        return os.getpid() != 1 or bool(ids_in_use(manifest))
+    return choice == "new"
+
+
+class Restoration:
+    """One run of ``restore``, in the namespace where the tree will live."""
+
+    def __init__(self, directory: Path, manifest: Manifest, criu: Criu, settings: Settings, options: Options) -> None:
+        self.directory = directory.absolute()
+        self.manifest = manifest
+        self.criu = criu
+        self.settings = settings
+        self.options = options
+        self.control = ControlDirectory(Path(manifest.control_dir))
+        self.clock = Clock()
+        self.placed: dict[str, int] = {}  # path to inode of what we put into shared folders
+        self.log_offsets: dict[str, int] = {}  # bytes that each log held before the tree came back
+        self.must_ask = False
+
+    def run(self) -> int:
+        # Imported here: a plain `inspect` has no need of the supervisor.
+        from nvsnap_launch.supervisor import Supervisor
+
+        self.take_control()
+        try:
+            with self.clock.step("files"):
+                self.put_files_back()
+            self.must_ask = not self.tell()
+            with self.clock.step("criu"):
+                self.bring_back()
+            supervisor = Supervisor(self.settings, self.control)
+            threading.Thread(target=self.watch, daemon=True).start()
+            manifest = self.manifest
+            return supervisor.adopt(
+                manifest.root_pid, manifest.cookie, leader_pid=manifest.leader_pid, log_offsets=self.log_offsets
+            )
+        except OSError as error:
+            raise SnapshotError(f"restore failed: {error}", EXIT_FAILED) from error
+        finally:
+            self.clean_up()
+
+    def take_control(self) -> None:
+        """Own the control directory. The old launcher may need a moment to end after ``create``."""
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                self.control.create()
+                self.control.lock()
+                return
+            except ControlDirectoryError as error:
+                if "in use" not in str(error) or time.monotonic() > deadline:
+                    raise SnapshotError(str(error), EXIT_REFUSED) from error
+                time.sleep(POLL_SECONDS)
+
+    # -- files ------------------------------------------------------------------------------------------------
+
+    def put_files_back(self) -> None:
+        self.control.clean()
+        for folder in self.manifest.control_dirs:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file in self.manifest.control:
+            saved.put_back(self.directory, file, replace=True)
+        self.renew_leader_file()
+        for file in self.manifest.saved:
+            try:
+                saved.put_back(self.directory, file)
+            except FileExistsError:
+                text = f"{file.names[0]} is there already: use --pid-namespace new, or remove it"
+                raise SnapshotError(text, EXIT_FAILED) from None
+            self.placed |= {name: Path(name).stat().st_ino for name in file.names}
+
+    def renew_leader_file(self) -> None:
+        """The leader has the same number as before, but in the PID namespace of today."""
+        leader = self.control.leader()
+        if leader is not None:
+            leader["pid_namespace"] = protocol.pid_namespace()
+            protocol.write_json(self.control.path / protocol.LEADER_FILE, leader)
+
+    def clean_up(self) -> None:
+        """Remove what we put into shared folders and nobody has replaced since."""
+        for name, inode in self.placed.items():
+            with contextlib.suppress(OSError):
+                if Path(name).lstat().st_ino == inode:
+                    Path(name).unlink()
+
+    # -- telling the engine -----------------------------------------------------------------------------------
+
+    def tell(self) -> bool:
+        """See that the metadata shows a new incarnation; False when the engine must be asked after the restore.
+
+        Somebody else's file is never touched; one of ours, left by an earlier restore, is replaced.
+        """
+        path = Path(self.manifest.metadata)
+        try:
+            shown = metadata_file.read_until(str(path), 2.0)
+        except metadata_file.MetadataError as error:
+            raise SnapshotError(str(error), EXIT_FAILED) from error
+        ours = shown is None or shown.incarnation.startswith(OURS)
+        if shown is not None and not ours and shown.incarnation != self.manifest.incarnation:
+            if self.options.env:
+                raise SnapshotError(
+                    f"--env and --unset: {path} already tells the engine; change it there", EXIT_REFUSED
+                )
+            return True
+        if path != self.control.path / protocol.METADATA_FILE or not ours:
+            if self.options.env:
+                raise SnapshotError(f"--env and --unset need a metadata file of ours, but {path} is not", EXIT_REFUSED)
+            return False
+        incarnation = f"{OURS}{uuid.uuid4()}"
+        value = {"schema": 1, "incarnation": incarnation, "snapshot": self.manifest.id, "env": self.options.env}
+        protocol.write_json(path, value)
+        return True
+
+    # -- CRIU -------------------------------------------------------------------------------------------------
+
+    def bring_back(self) -> None:
+        namespace.keep_clear(self.manifest.ids)
+        log = self.control.path / RESTORE_LOG
+        work = Path(tempfile.mkdtemp(prefix="criu-"))
+        try:
+            with self.open_streams() as streams:
+                self.criu.restore(self.directory / IMAGES_DIR, work, log, streams)
+        except SnapshotError as error:
+            if error.exit_code == 1:
+                error.exit_code = EXIT_FAILED
+            raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        root = self.manifest.root_pid
+        if not proc.alive(root) or proc.parent(root) != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(root, signal.SIGKILL)
+            raise SnapshotError(f"CRIU reported success, but process {root} is not our child", EXIT_FAILED)
+
+    @contextlib.contextmanager
+    def open_streams(self) -> Iterator[list[tuple[int, str]]]:
+        """The tree's logs, opened to append: what they hold stays, and their size need not be that of the dump."""
+        opened: list[tuple[int, str]] = []
+        try:
+            for stream in self.manifest.streams:
+                mode = os.O_RDWR if stream.read else os.O_WRONLY
+                flags = mode | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                descriptor = os.open(stream.path, flags, 0o600)
+                opened.append((descriptor, stream.path))
+                self.log_offsets[stream.path] = os.fstat(descriptor).st_size
+            yield opened
+        finally:
+            for descriptor, _ in opened:
+                os.close(descriptor)
+
+    # -- after it ---------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """In a thread beside the supervisor: ask if need be, report when it serves, end it when it does not."""
+        begin = time.monotonic()
+        try:
+            if self.must_ask:
+                client.request(self.control, protocol.RESTORE, self.options.wait_timeout)
+            client.wait_for(self.control, protocol.SERVING, self.options.wait_timeout)
+        except client.RequestFailed as error:
+            self.give_up(error.reason)
+            return
+        self.clock.seconds["rebuild"] = time.monotonic() - begin
+        say(f"serving after {self.clock.total():.2f} s ({self.clock.summary()})")
+
+    def give_up(self, reason: str) -> None:
+        """End the tree with 74, unless somebody has given a verdict already."""
+        say(f"the restored server does not serve: {reason}")
+        if self.control.verdict() is None:
+            value = {"exit_code": EXIT_FAILED, "reason": reason}
+            with contextlib.suppress(OSError):
+                protocol.write_json(self.control.path / protocol.VERDICT_FILE, value)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.manifest.root_pid, signal.SIGKILL)

@@ -1,0 +1,138 @@
+"""Files that must be at the same place, with the same size, when the tree comes back: saved and put back sparsely.
+
+Shared-memory files are mostly holes (a queue of 250 MB holds kilobytes), so only data is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nvsnap_launch.snapshot.manifest import DATA_DIR, SavedFile
+from nvsnap_launch.snapshot.tree import DELETED, Tree
+
+SHM = "/dev/shm/"
+LINK_REMAP = "link_remap."
+
+
+def extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of each run of data in a file, by SEEK_DATA and SEEK_HOLE (lseek(2))."""
+    offset = 0
+    while offset < size:
+        try:
+            start = os.lseek(descriptor, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        offset = os.lseek(descriptor, start, os.SEEK_HOLE)
+        yield start, offset - start
+
+
+def copy_sparse(source: int, target: int) -> int:
+    """Copy content and exact size between two descriptors, leaving holes as holes. Returns the size in bytes."""
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    for start, length in extents(source, size):
+        os.lseek(target, start, os.SEEK_SET)
+        while length:
+            sent = os.sendfile(target, source, start, min(length, 1 << 30))
+            if sent == 0:
+                break
+            start, length = start + sent, length - sent
+    return size
+
+
+@dataclass
+class Keeper:
+    """Saves files of a tree into a snapshot folder, each inode once."""
+
+    directory: Path
+    files: Path
+    count: int = 0
+    known: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+
+    def save(self, names: Iterable[str]) -> list[SavedFile]:
+        """Save regular files by their names in the tree's file system. A name that is gone is skipped."""
+        groups: dict[tuple[int, int], list[str]] = {}
+        for name in sorted(set(names)):
+            with contextlib.suppress(FileNotFoundError):
+                info = self.place(name).lstat()
+                if stat.S_ISREG(info.st_mode):
+                    groups.setdefault((info.st_dev, info.st_ino), []).append(name)
+        return [self.save_one(group) for group in groups.values()]
+
+    def place(self, name: str) -> Path:
+        return self.files / name.lstrip("/")
+
+    def save_one(self, names: list[str]) -> SavedFile:
+        blob = f"{DATA_DIR}/{self.count}"
+        self.count += 1
+        (self.directory / DATA_DIR).mkdir(exist_ok=True)
+        source = os.open(self.place(names[0]), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            target = os.open(self.directory / blob, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                size = copy_sparse(source, target)
+            finally:
+                os.close(target)
+            info = os.fstat(source)
+        finally:
+            os.close(source)
+        mode = stat.S_IMODE(info.st_mode)
+        return SavedFile(names=names, blob=blob, size=size, mode=mode, uid=info.st_uid, gid=info.st_gid)
+
+
+def shared_memory(tree: Tree) -> set[str]:
+    """Names of the /dev/shm files that the tree maps or has open. Those without a name are CRIU's affair."""
+    names = tree.mapped_paths() | {item.target for item in tree.descriptors()}
+    return {name for name in names if name.startswith(SHM) and not name.endswith(DELETED)}
+
+
+def remap_folders(tree: Tree) -> set[str]:
+    """Folders in which CRIU may link unnamed files of the tree back under link_remap.N."""
+    names = tree.mapped_paths() | {item.target for item in tree.descriptors()}
+    gone = (name.removesuffix(DELETED) for name in names if name.startswith("/") and name.endswith(DELETED))
+    return {os.path.dirname(name) for name in gone} | {SHM.rstrip("/")}  # noqa: PTH120
+
+
+def link_remaps(files: Path, folders: Iterable[str]) -> set[str]:
+    found = set()
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            place = files / folder.lstrip("/")
+            found |= {f"{folder}/{entry.name}" for entry in place.iterdir() if entry.name.startswith(LINK_REMAP)}
+    return found
+
+
+def put_back(directory: Path, file: SavedFile, replace: bool = False) -> None:
+    """Create a saved file under all its names. Raises OSError; FileExistsError unless it may be replaced."""
+    first = Path(file.names[0])
+    if replace:
+        for name in file.names:
+            Path(name).unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    source = os.open(directory / file.blob, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        target = os.open(first, flags, 0o600)
+        try:
+            copy_sparse(source, target)
+            os.fchown(target, file.uid, file.gid)
+            os.fchmod(target, file.mode)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+    for name in file.names[1:]:
+        os.link(first, name)
+
+
+def remove(names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name)  # noqa: PTH108
