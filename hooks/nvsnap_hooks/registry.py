@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 
-from . import importhook, protocol
+from . import importhook, procfs, protocol
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 APPLIED = "applied"
+NOT_IMPORTED = "not imported"
 
 patches: dict[str, str] = {}
 _written: dict[str, Any] = {}
@@ -49,7 +50,7 @@ def check_parameters(value: Any, expected: tuple[str, ...]) -> None:
 
 def target(name: str, module: str, qualname: str, parameters: tuple[str, ...]) -> None:
     """Report whether something that we call, but do not replace, is there as expected, when its module is imported."""
-    patches[name] = f"missing: {module} was not imported"
+    patches[name] = NOT_IMPORTED
 
     def check(loaded: ModuleType) -> None:
         patches[name] = _checked(loaded, qualname, parameters, lambda *_: None)
@@ -62,7 +63,7 @@ def wrap(
     name: str, module: str, qualname: str, parameters: tuple[str, ...], make: Callable[[Callable[..., Any]], Any]
 ) -> None:
     """Replace a callable by ``make(original)`` when its module is imported. The original stays as ``__wrapped__``."""
-    patches[name] = f"missing: {module} was not imported"
+    patches[name] = NOT_IMPORTED
 
     def put(owner: Any, attribute: str, value: Any) -> None:
         static = isinstance(value, staticmethod)
@@ -85,7 +86,7 @@ def wrap(
 
 def attach(name: str, module: str, owner_name: str, attribute: str, value: Any) -> None:
     """Give a class a method of ours. Refused where the name is taken by somebody else."""
-    patches[name] = f"missing: {module} was not imported"
+    patches[name] = NOT_IMPORTED
 
     def apply(loaded: ModuleType) -> None:
         try:
@@ -154,6 +155,25 @@ def unregister() -> None:
         os.unlink(path)
     except OSError:
         pass
+
+
+def orderly_end() -> None:
+    """The leader ends while all others live: take every registration of this launch away, so that none looks like a crash."""
+    if _written.get("pid") != os.getpid():
+        return
+    folder = os.path.join(_written["config"]["control_dir"], protocol.PROCESSES_DIR)
+    if not os.path.isdir(folder):
+        return
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".json")]
+    records = {path: protocol.read_json(path) or {} for path in paths}
+    mine = {path: r["pid"] for path, r in records.items() if r.get("cookie") == _written["cookie"]}
+    if not all(procfs.alive(pid) for pid in mine.values()):
+        return
+    for path in mine:
+        try:
+            os.unlink(path)
+        except OSError:
+            pass
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:

@@ -51,7 +51,7 @@ class Groups:
     def __init__(self) -> None:
         self.released = False
         self._records: list[Coordinated] = []
-        self._holders: list[tuple[Any, str, tuple[int, str]]] = []
+        self._holders: list[tuple[dict[str, Any], str, tuple[int, str]]] = []
         self._world: tuple[str, int, int, timedelta] | None = None
 
     # -- before anything is touched -------------------------------------------------------------
@@ -89,9 +89,10 @@ class Groups:
                 dist.destroy_process_group(getattr(record.coordinator, handle))
                 delattr(record.coordinator, handle)
         for holder, key, _ in self._holders:
-            _set(holder, key, None)
+            holder[key] = None
         dist.destroy_process_group()
-        gc.collect()
+        if self.residue():  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
+            gc.collect()
         return {"groups": len(handles) + 1, "cached handles": len(self._holders)}
 
     # -- reacquire ------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Groups:
         with _gloo_interface(interface):
             self._reacquire(init_method, *self._world)
         for holder, key, (index, handle) in self._holders:
-            _set(holder, key, getattr(self._records[index].coordinator, handle))
+            holder[key] = getattr(self._records[index].coordinator, handle)
         count = 2 * len(self._records) + 1
         self.released, self._records, self._holders, self._world = False, [], [], None
         return {"groups": count}
@@ -193,33 +194,37 @@ def _check_names(record: Coordinated) -> None:
 
 def _holders(
     handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
-) -> list[tuple[Any, str, tuple[int, str]]]:
+) -> list[tuple[dict[str, Any], str, tuple[int, str]]]:
     """Every other attribute or dict entry that holds one of the groups: communicators, managers, models.
 
     Objects that the engine froze out of the collector's sight (``gc.freeze``) are looked at too, and frozen again.
     """
     groups = [getattr(record.coordinator, handle) for record in records for handle in HANDLES]
-    own = {id(record.coordinator.__dict__) for record in records}
+    seen = {id(record.coordinator.__dict__) for record in records}
+    found = []
+    for referrer in _referrers(groups):
+        # Since CPython 3.11 an object holds its attributes itself until somebody asks for its __dict__.
+        names = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", None)
+        if not isinstance(names, dict) or id(names) in seen:
+            continue
+        seen.add(id(names))
+        found += [
+            (names, key, handles[id(value)])
+            for key, value in list(names.items())
+            if isinstance(key, str) and id(value) in handles
+        ]
+    return found
+
+
+def _referrers(objects: list[Any]) -> list[Any]:
     frozen = gc.get_freeze_count()
     if frozen:
         gc.unfreeze()
     try:
-        referrers = gc.get_referrers(*groups)
+        return gc.get_referrers(*objects)
     finally:
         if frozen:
             gc.freeze()
-    found = []
-    for referrer in referrers:
-        if id(referrer) in own or not isinstance(referrer, dict):
-            continue
-        for key, value in list(referrer.items()):
-            if isinstance(key, str) and id(value) in handles and value in groups:
-                found.append((referrer, key, handles[id(value)]))
-    return found
-
-
-def _set(holder: Any, key: str, value: Any) -> None:
-    holder[key] = value
 
 
 class _gloo_interface:

@@ -20,7 +20,7 @@ version = ""
 
 # The patches without which a process of this role can't take part.
 REQUIRED = {
-    "leader": ("async_llm", "utility_call", "http_startup", "compile_key"),
+    "leader": ("async_llm", "engine_shutdown", "utility_call", "http_startup", "compile_key"),
     "core": (
         "core_main",
         "core_requests",
@@ -44,13 +44,13 @@ def install(origin: str | None) -> None:
         return
     version = versions.installed(origin)
     refusal = versions.conflict(version, config.get("require_level") or "")
-    from . import leader
+    from .leader import install_refusing, is_server
 
     if refusal is not None:
-        if config.get("unverified") == "refuse" and leader.is_server():
+        if config.get("unverified") == "refuse" and is_server():
             os.write(2, f"nvsnap: {refusal}\n".encode())
             os._exit(protocol.EXIT_UNSUPPORTED)
-        leader.install_refusing(refusal)
+        install_refusing(refusal)
         return
     entry = versions.lookup(version)
     assert entry is not None
@@ -58,11 +58,13 @@ def install(origin: str | None) -> None:
 
 
 def _install_patches(targets: dict[str, versions.Target]) -> None:
-    from . import core, leader, worker
+    from . import core, worker
+    from .leader import wrap_engine_init, wrap_engine_shutdown, wrap_http_startup
 
     wrappers: dict[str, Callable[[Callable[..., Any]], Any]] = {
-        "async_llm": leader.wrap_engine_init,
-        "http_startup": leader.wrap_http_startup,
+        "async_llm": wrap_engine_init,
+        "engine_shutdown": wrap_engine_shutdown,
+        "http_startup": wrap_http_startup,
         "compile_key": _wrap_compile_key,
         "core_main": core.wrap_main,
         "worker_main": worker.wrap_main,

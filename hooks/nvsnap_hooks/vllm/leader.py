@@ -77,6 +77,16 @@ def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
+def wrap_engine_shutdown(original: Callable[..., None]) -> Callable[..., None]:
+    """AsyncLLM.shutdown with every process alive is an orderly end: vLLM then kills the others, and that is no failure."""
+
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        registry.orderly_end()
+        original(self, *args, **kwargs)
+
+    return shutdown
+
+
 def wrap_http_startup(original: Callable[..., Any]) -> Callable[..., Any]:
     """uvicorn's Server.startup: when it returns, the server listens."""
 

@@ -34,6 +34,7 @@ _GROUPS = "vllm.distributed.parallel_state"
 _V0_32: dict[str, Target] = {
     # leader: the API server
     "async_llm": Target("vllm.v1.engine.async_llm", "AsyncLLM.__init__", ("self", "vllm_config", "executor_class")),
+    "engine_shutdown": Target("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("self", "timeout")),
     "utility_call": Target("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("self", "method")),
     "http_startup": Target("uvicorn.server", "Server.startup", ("self", "sockets")),
     "compile_key": Target("vllm.envs", "compile_factors", ()),

@@ -195,8 +195,11 @@ def _prove() -> dict[str, Any]:
     for coordinator in _coordinators():
         if coordinator.world_size == 1:
             continue
-        ones = torch.ones(8, device=coordinator.device)
-        total = coordinator.all_reduce(ones)
+        total = torch.ones(8, device=coordinator.device)
+        if coordinator.device_communicator is None:
+            torch.distributed.all_reduce(total, group=coordinator.device_group)
+        else:
+            total = coordinator.all_reduce(total)
         if not bool((total == coordinator.world_size).all()):
             raise RuntimeError(f"{coordinator.unique_name} sums to {total.tolist()}, not {coordinator.world_size}")
         proven += 1
