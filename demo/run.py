@@ -115,12 +115,8 @@ def check_prepared(session: Session, stream: Stream, parked: Persistent, prepare
 
 def show_prepare(session: Session, taken: float) -> None:
     report = session.report
-    steps = session.last().get("steps")
-    drain = sum(
-        float(step.get("seconds", 0))
-        for step in (steps if isinstance(steps, list) else [])
-        if isinstance(step, dict) and "drain" in str(step.get("name", step.get("step", "")))
-    )
+    steps = session.last().get("steps") or []
+    drain = sum(float(step.get("seconds", 0)) for step in steps if step.get("name") == "drain")
     report.row("prepare, the drain apart", seconds(max(0.0, taken - drain)))
     report.row("drain (the stream's rest)", seconds(drain))
 
@@ -144,8 +140,14 @@ def dump(session: Session, launcher: subprocess.Popen[bytes], parked: Persistent
     check_gone(session, "the dump")
     wait_until(report, "the cut of the parked connection", lambda: bool(parked.cuts) or not parked.is_alive(), 15)
     report.check(bool(parked.cuts), "the waiting client saw its connection cut, and tries again", parked.error)
+    say_driver(session, "create")
     report.row("dump", seconds(taken))
     report.row("image size", size(tree.folder_size(session.image)))
+
+
+def say_driver(session: Session, name: str) -> None:
+    """The driver's own account of its seconds: its last line."""
+    session.report.say(f"{name}: {tail(session.log(name), 1)}")
 
 
 def check_gone(session: Session, after: str) -> None:
@@ -169,6 +171,7 @@ def bring_back(session: Session, name: str, before: Answer, parked: Persistent |
     session.track()
     rebuild = session.last().get("seconds")
     report.check(True, f"the server noticed by itself and serves, {taken:.2f} s after the command")
+    say_driver(session, name)
     check_namespace(session, restorer)
     first = answer_parked(session, parked) if parked else None
     again = ask(port, PROMPT_A, ANSWER_TOKENS)
