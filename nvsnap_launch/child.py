@@ -1,10 +1,11 @@
 """Find the engine's command and execute it in a session of its own."""
+# ruff: noqa: PTH110, PTH112, PTH113, PTH118
+# Paths are bytes here, which pathlib does not take: a command may hold any.
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,7 +31,7 @@ class Plan:
     """What to execute. stdout and stderr are descriptors, None for our own."""
 
     executable: bytes
-    argv: Sequence[bytes]
+    argv: list[bytes]
     environment: Environment
     stdout: int | None
     stderr: int | None

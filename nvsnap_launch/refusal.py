@@ -1,0 +1,54 @@
+"""Find an engine process that will never answer: one that runs without the hooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from nvsnap_launch import engines, hooktree
+from nvsnap_launch.hooktree import ENGINES, procfs, protocol
+
+# -E and -I ignore PYTHONPATH, -S skips sitecustomize.
+_WITHOUT_HOOKS = {"E", "I", "S"}
+_SHOWN = 120  # characters of a command line in a message
+
+
+def unhooked(pids: Iterable[int], registered: set[int], cookie: str) -> tuple[int, str] | None:
+    """(PID, reason) of the first engine process that neither registered nor will; None when there is none."""
+    for pid in pids:
+        argv = procfs.command(pid)
+        if not argv or pid in registered or not _is_engine(pid, argv):
+            continue
+        reason = _no_adapter(argv) or _why(pid, argv, cookie)
+        if reason:
+            return pid, f"process {pid} ({shorten(argv)}) runs without hooks: {reason}"
+    return None
+
+
+def _is_engine(pid: int, argv: list[str]) -> bool:
+    if engines.of_command(argv):
+        return True
+    return any("/libtorch" in path for _, _, path in procfs.mappings(pid))
+
+
+def _no_adapter(argv: list[str]) -> str | None:
+    engine = engines.of_command(argv)
+    return f"there are none for {engine}" if engine and engine not in ENGINES else None
+
+
+def _why(pid: int, argv: list[str], cookie: str) -> str | None:
+    flags = engines.python_flags(argv) & _WITHOUT_HOOKS if engines.is_python(argv) else set()
+    if flags:
+        return f"its Python was given -{''.join(sorted(flags))}"
+    environment = procfs.environment(pid)
+    if cookie not in environment.get(protocol.CONFIG_VARIABLE, ""):
+        return "its environment was wiped"
+    if str(hooktree.HOOKS_DIR) not in environment.get("PYTHONPATH", "").split(os.pathsep):
+        return "its PYTHONPATH was changed"
+    return None
+
+
+def shorten(argv: list[str]) -> str:
+    """A command line that fits in a message."""
+    text = " ".join(argv)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,81 @@
+"""status.json in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvsnap_launch import processes
+from nvsnap_launch.controldir import ControlDirectory
+
+Status = dict[str, Any]
+
+
+def leader_is_dead(status: Status) -> bool:
+    """True when the status names a leader that no longer runs: nothing else in it is true any more."""
+    leader = status.get("leader") or {}
+    pid, namespace = leader.get("pid"), leader.get("pid_namespace")
+    if not isinstance(pid, int):
+        return False
+    return processes.find(pid, namespace if isinstance(namespace, int) else 0) is None
+
+
+def in_words(control: ControlDirectory) -> str:
+    """A few lines for a person; says so when there is no status or it is out of date."""
+    status = control.status()
+    if status is None:
+        return f"no engine has run under {control.path}: no status.json"
+    lines = [_headline(status)]
+    if leader_is_dead(status):
+        lines.append(f"the leader named here (PID {status['leader']['pid']}) is dead: this is the state it left")
+    lines += _engine(status)
+    lines += [_process(entry) for entry in status.get("processes") or ()]
+    lines += _last(status.get("last"))
+    reason = (status.get("exit") or {}).get("reason")
+    if reason:
+        lines.append(f"end: {reason}")
+    return "\n".join(lines)
+
+
+def _headline(status: Status) -> str:
+    ready = ", ready for a snapshot" if status.get("snapshot_ready") else ""
+    return (
+        f"{status.get('state')} (generation {status.get('generation', 0)}, {status.get('mode', 'cold')}, "
+        f"graphs {status.get('graphs', 'unknown')}{ready}), written {status.get('updated', 'at an unknown time')}"
+    )
+
+
+def _engine(status: Status) -> list[str]:
+    engine = status.get("engine") or {}
+    if not engine.get("name"):
+        return []
+    level = f", level {engine['level']}" if engine.get("level") else ""
+    verified = "verified" if engine.get("verified") else "not verified"
+    return [f"engine {engine['name']} {engine.get('version', 'of unknown version')} ({verified}{level})"]
+
+
+def _process(entry: Status) -> str:
+    rank = "" if entry.get("rank") is None else f" rank {entry['rank']}"
+    patched = "patched" if entry.get("patched") else "NOT patched"
+    residue = entry.get("residue") or []
+    left = f", holds {'; '.join(map(str, residue))}" if residue else ""
+    return f"  {entry.get('role', 'process')}{rank}: PID {entry.get('pid')}, {patched}{left}"
+
+
+def _last(last: Status | None) -> list[str]:
+    if not last:
+        return []
+    outcome = "ok" if last.get("ok") else f"FAILED: {last.get('error') or 'no reason given'}"
+    lines = [f"last {last.get('action')}: {outcome} ({_seconds(last.get('seconds'))})"]
+    return lines + [_step(step) for step in last.get("steps") or ()]
+
+
+def _step(step: Any) -> str:
+    if not isinstance(step, dict):
+        return f"  {step}"
+    name = step.get("name") or step.get("step") or "step"
+    fault = f" FAILED: {step['error']}" if step.get("error") else ""
+    return f"  {name}: {_seconds(step.get('seconds'))}{fault}"
+
+
+def _seconds(value: Any) -> str:
+    return f"{value:.3f} s" if isinstance(value, (int, float)) else "time unknown"
