@@ -243,6 +243,7 @@ class Creation:
         streams = find_streams(self.tree)
         handed = {stream.path for stream in streams}
         memory = saved.shared_memory(self.tree) | self.new_remaps()
+        memory |= saved.other_names(self.tree.files, memory)
         own = control_names(self.tree, control_dir) - handed
         outer = find_outer(self.tree, memory | own | handed)
         return Manifest(
@@ -288,8 +289,9 @@ class Creation:
             return
         shared = self.tree.files / "dev/shm"
         holder = os.open(shared, os.O_RDONLY | os.O_DIRECTORY) if shared.is_dir() else None
-        names = saved.shared_memory(self.tree)
-        others = self.new_remaps() - names
+        names = saved.shared_memory(self.tree) | self.new_remaps()
+        names |= saved.other_names(self.tree.files, names)
+        others = {name for name in names if not name.startswith(saved.SHM)}
         with contextlib.suppress(OSError):
             self.write_phase("done")
         with self.clock.step("end"):
@@ -347,8 +349,8 @@ def hooks_config(leader: int) -> HooksConfig:
     text = procfs.environment(leader).get(protocol.CONFIG_VARIABLE, "")
     try:
         value = json.loads(text)
-        names = ("control_dir", "cookie", "metadata")
-        return HooksConfig(*(str(value[name]) for name in names), launcher=Launcher.model_validate(value))
+        places = str(value["control_dir"]), str(value["cookie"]), str(value["metadata"])
+        return HooksConfig(*places, Launcher.model_validate(value))
     except (ValueError, KeyError, TypeError):
         reason = f"process {leader} has no usable {protocol.CONFIG_VARIABLE}: it was not started by this launcher"
         raise SnapshotError(reason, EXIT_REFUSED) from None

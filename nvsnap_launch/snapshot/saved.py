@@ -94,6 +94,15 @@ def shared_memory(tree: Tree) -> set[str]:
     return {name for name in names if name.startswith(SHM) and not name.endswith(DELETED)}
 
 
+def other_names(files: Path, names: set[str]) -> set[str]:
+    """Further names in /dev/shm of the same files: a link that is not restored as one would be another file."""
+    with contextlib.suppress(OSError):
+        inodes = {(files / name.lstrip("/")).lstat().st_ino for name in names if name.startswith(SHM)}
+        entries = (files / SHM.lstrip("/")).iterdir()
+        return {SHM + entry.name for entry in entries if entry.lstat().st_ino in inodes} - names
+    return set()
+
+
 def remap_folders(tree: Tree) -> set[str]:
     """Folders in which CRIU may link unnamed files of the tree back under link_remap.N."""
     names = tree.mapped_paths() | {item.target for item in tree.descriptors()}

@@ -40,6 +40,22 @@ else:
         "coordinator rank_lists mine first_name device_name cpu_name backend device_timeout cpu_timeout",
     )
 
+
+class Holder:
+    """An entry ``names[key]`` that is a group, or a bound method of one, and which coordinator's group that is."""
+
+    def __init__(self, names: dict[str, Any], key: str, owner: tuple[int, str], method: str | None) -> None:
+        self.names, self.key, self.owner, self.method = names, key, owner, method
+
+    def clear(self) -> None:
+        self.names[self.key] = None
+
+    def fill(self, records: Sequence[Coordinated]) -> None:
+        index, handle = self.owner
+        group = getattr(records[index].coordinator, handle)
+        self.names[self.key] = group if self.method is None else getattr(group, self.method)
+
+
 HANDLES = ("device_group", "cpu_group")
 
 
@@ -51,7 +67,7 @@ class Groups:
     def __init__(self) -> None:
         self.released = False
         self._records: list[Coordinated] = []
-        self._holders: list[tuple[dict[str, Any], str, tuple[int, str]]] = []
+        self._holders: list[Holder] = []
         self._world: tuple[str, int, int, timedelta] | None = None
 
     # -- before anything is touched -------------------------------------------------------------
@@ -88,8 +104,8 @@ class Groups:
             for handle in HANDLES:
                 dist.destroy_process_group(getattr(record.coordinator, handle))
                 delattr(record.coordinator, handle)
-        for holder, key, _ in self._holders:
-            holder[key] = None
+        for holder in self._holders:
+            holder.clear()
         dist.destroy_process_group()
         if self.residue():  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
             gc.collect()
@@ -108,8 +124,8 @@ class Groups:
         assert self._world is not None
         with _gloo_interface(interface):
             self._reacquire(init_method, *self._world)
-        for holder, key, (index, handle) in self._holders:
-            holder[key] = getattr(self._records[index].coordinator, handle)
+        for holder in self._holders:
+            holder.fill(self._records)
         count = 2 * len(self._records) + 1
         self.released, self._records, self._holders, self._world = False, [], [], None
         return {"groups": count}
@@ -192,31 +208,35 @@ def _check_names(record: Coordinated) -> None:
         )
 
 
-def _holders(
-    handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
-) -> list[tuple[dict[str, Any], str, tuple[int, str]]]:
+def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]) -> list[Holder]:
     """Every other attribute or dict entry that holds one of the groups: communicators, managers, models.
 
-    Objects that the engine froze out of the collector's sight (``gc.freeze``) are looked at too, and frozen again.
+    Also those that hold a bound method of one: torch 2.13 traces a group as an opaque object and keeps its methods
+    (``torch._library.fake_class_registry.FakeScriptObject``), which would keep the group and its sockets alive.
     """
     groups = [getattr(record.coordinator, handle) for record in records for handle in HANDLES]
     seen = {id(record.coordinator.__dict__) for record in records}
+    referrers = _referrers(groups)
+    methods = [r for r in referrers if id(getattr(r, "__self__", None)) in handles and hasattr(r, "__name__")]
+    wanted = {key: (owner, None) for key, owner in handles.items()}
+    wanted.update({id(method): (handles[id(method.__self__)], method.__name__) for method in methods})
     found = []
-    for referrer in _referrers(groups):
+    for referrer in [*referrers, *(_referrers(methods) if methods else ())]:
         # Since CPython 3.11 an object holds its attributes itself until somebody asks for its __dict__.
         names = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", None)
         if not isinstance(names, dict) or id(names) in seen:
             continue
         seen.add(id(names))
         found += [
-            (names, key, handles[id(value)])
+            Holder(names, key, *wanted[id(value)])
             for key, value in list(names.items())
-            if isinstance(key, str) and id(value) in handles
+            if isinstance(key, str) and id(value) in wanted
         ]
     return found
 
 
 def _referrers(objects: list[Any]) -> list[Any]:
+    """As ``gc.get_referrers``, and also objects that the engine froze out of the collector's sight (``gc.freeze``)."""
     frozen = gc.get_freeze_count()
     if frozen:
         gc.unfreeze()
