@@ -109,6 +109,7 @@ class Persistent(threading.Thread):
     prompt: str
     tokens: int
     answer: Answer | None = None
+    answered_at: float = 0.0
     cuts: list[str] = field(default_factory=list)
     error: str = ""
     give_up: threading.Event = field(default_factory=threading.Event)
@@ -120,6 +121,7 @@ class Persistent(threading.Thread):
         while not self.give_up.is_set():
             try:
                 self.answer = ask(self.port, self.prompt, self.tokens, timeout=600)
+                self.answered_at = time.monotonic()
                 return
             except CUT as error:
                 name = type(error).__name__
