@@ -95,7 +95,7 @@ class Tail:
         flags = os.O_RDWR if punch else os.O_RDONLY
         self._descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW * punch)
         self._output = output
-        self._offset = offset
+        self.offset = offset
         self._punched = -(-offset // _ALIGN) * _ALIGN
         self._punch = punch
         self._finish = threading.Event()
@@ -122,20 +122,20 @@ class Tail:
                 idle = min(2 * idle, _IDLE_S[1])
 
     def _copy(self) -> bool:
-        data = os.pread(self._descriptor, _CHUNK, self._offset)
+        data = os.pread(self._descriptor, _CHUNK, self.offset)
         if not data:
-            if os.fstat(self._descriptor).st_size < self._offset:
-                self._offset = self._punched = 0  # somebody else rotated it in place
+            if os.fstat(self._descriptor).st_size < self.offset:
+                self.offset = self._punched = 0  # somebody else rotated it in place
             return False
         self._output.write(data)
-        self._offset += len(data)
+        self.offset += len(data)
         if self._punch:
             self._free()
         return True
 
     def _free(self) -> None:
         """Give back the space of what was copied long ago: the control directory is often in memory."""
-        end = (self._offset - _KEEP) // _ALIGN * _ALIGN
+        end = (self.offset - _KEEP) // _ALIGN * _ALIGN
         if end - self._punched < _PUNCH:
             return
         length = end - self._punched

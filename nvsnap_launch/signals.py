@@ -61,9 +61,15 @@ def block() -> None:
 
 
 def restore_for_child(always_blocked: Mask) -> None:
-    """In the forked child: signals as they were when we started, plus those that stay blocked for good."""
+    """In the forked child: signals as they were when we started, plus those that stay blocked for good.
+
+    Those are ignored as well: dash empties the mask for what it starts, and an ignored signal is then not fatal either.
+    While one is blocked it is kept for sigwait all the same (signal(7); kernel/signal.c, sig_ignored).
+    """
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
+    for number in always_blocked:
+        signal.signal(number, signal.SIG_IGN)
     if _AtStart.child_ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, (_AtStart.mask or set()) | always_blocked)

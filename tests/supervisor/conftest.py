@@ -122,6 +122,7 @@ LEADER = """
     import json, os, signal, sys, threading, time
     config = json.loads(os.environ["NVSNAP_HOOKS_CONFIG"])
     folder = config["control_dir"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     def write(name, value):
         path = os.path.join(folder, name)
         with open(path + ".x", "w") as file:
