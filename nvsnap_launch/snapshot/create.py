@@ -97,7 +97,7 @@ class Creation:
         self.refuse_early()
         self.leader = self.find_leader()
         self.tree = proc.find_tree(self.leader)
-        self.config = hooks_config(self.leader)
+        self.config = hooks_config(self.tree, self.cookie)
         self.refuse_what_never_works()
         try:
             return self.work()
@@ -127,6 +127,7 @@ class Creation:
         """PID, as seen from here, of the live leader."""
         entry = self.control.leader() or (self.control.status() or {}).get("leader") or {}
         found = processes.find(int(entry.get("pid") or 0), int(entry.get("pid_namespace") or 0))
+        self.cookie = str(entry.get("cookie") or "")
         if found is None:
             raise SnapshotError(f"no engine with hooks is running under {self.control.path}", EXIT_REFUSED)
         return int(found.pid)
@@ -135,7 +136,10 @@ class Creation:
         """Things that no prepare would change, so that the server isn't paused for nothing."""
         if os.getpid() in self.tree.pids:
             raise SnapshotError("this command runs inside the tree that it should freeze", EXIT_REFUSED)
-        hopeless = [*obstacles.pipes_to_outside(self.tree), *obstacles.terminals(self.tree)]
+        pipes, leaked = obstacles.pipes_to_outside(self.tree)
+        for text in leaked:
+            say(f"{text}: it will have no other end after a restore")
+        hopeless = [*pipes, *obstacles.terminals(self.tree)]
         if hopeless:
             raise SnapshotError(f"a snapshot would not work: {'; '.join(hopeless)}", EXIT_REFUSED)
         self.refuse_without_space()
@@ -344,16 +348,21 @@ class HooksConfig:
     launcher: Launcher
 
 
-def hooks_config(leader: int) -> HooksConfig:
-    """The configuration in a leader's environment. Raises SnapshotError (64) where there is none."""
-    text = procfs.environment(leader).get(protocol.CONFIG_VARIABLE, "")
-    try:
-        value = json.loads(text)
-        places = str(value["control_dir"]), str(value["cookie"]), str(value["metadata"])
-        return HooksConfig(*places, Launcher.model_validate(value))
-    except (ValueError, KeyError, TypeError):
-        reason = f"process {leader} has no usable {protocol.CONFIG_VARIABLE}: it was not started by this launcher"
-        raise SnapshotError(reason, EXIT_REFUSED) from None
+def hooks_config(tree: Tree, cookie: str) -> HooksConfig:
+    """The configuration in the tree's environment. Raises SnapshotError (64) where there is none with this cookie.
+
+    Any process will do: one that sets its title writes over what /proc shows of its environment.
+    """
+    for pid in tree.pids:
+        text = procfs.environment(pid).get(protocol.CONFIG_VARIABLE, "")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            value = json.loads(text)
+            if value["cookie"] == cookie:
+                return HooksConfig(
+                    str(value["control_dir"]), cookie, str(value["metadata"]), Launcher.model_validate(value)
+                )
+    reason = f"process {tree.root} has no usable {protocol.CONFIG_VARIABLE}: it was not started by this launcher"
+    raise SnapshotError(reason, EXIT_REFUSED)
 
 
 def same_namespaces(pid: int) -> bool:

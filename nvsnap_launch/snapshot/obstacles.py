@@ -27,7 +27,7 @@ TTY_DEVICES = (4, 5, *range(136, 144))
 
 def obstacles(tree: Tree) -> list[str]:
     """One sentence for each thing that stands in the way, naming process and thing; empty when there is none."""
-    return [*strays(tree), *bad_descriptors(tree), *inner_connections(tree), *pipes_to_outside(tree)]
+    return [*strays(tree), *bad_descriptors(tree), *inner_connections(tree)]
 
 
 def who(pid: int) -> str:
@@ -93,18 +93,26 @@ def inner_connections(tree: Tree) -> list[str]:
     ]
 
 
-def pipes_to_outside(tree: Tree) -> list[str]:
+def pipes_to_outside(tree: Tree) -> tuple[list[str], list[str]]:
+    """Pipes shared with a process outside: (those that are a process's input or output, all others).
+
+    The others are mostly leaked by whoever started the launcher; after a restore they have no other end.
+    """
     mine: dict[str, Descriptor] = {}
     for item in tree.descriptors():
-        if item.target.startswith("pipe:["):
-            mine.setdefault(item.target, item)
-    members, found = set(tree.pids), []
+        if item.target.startswith("pipe:[") and (item.target not in mine or item.number < mine[item.target].number):
+            mine[item.target] = item
+    members = set(tree.pids)
+    standard: list[str] = []
+    others: list[str] = []
     for pid in proc.all_pids() if mine else ():
-        if pid in members or not proc.alive(pid):
-            continue
-        for other in proc.descriptors(pid):
+        for other in () if pid in members else proc.descriptors(pid):
             held = mine.pop(other.target, None)
-            if held is not None:
-                hint = ": start the engine with --stdio auto or file:PATH" if held.number in (0, 1, 2) else ""
-                found.append(f"{who(held.pid)} shares a pipe with {who(pid)} (descriptor {held.number}){hint}")
-    return found
+            if held is None:
+                continue
+            text = f"{who(held.pid)} shares a pipe with {who(pid)} (descriptor {held.number})"
+            if held.number <= 2:
+                standard.append(f"{text}: start the engine with --stdio auto or file:PATH")
+            else:
+                others.append(text)
+    return standard, others
