@@ -1,0 +1,23 @@
+"""As much of torch as the stand-in and the hooks' adapter for it touch."""
+
+
+class device:
+    def __init__(self, type):
+        self.type = type
+
+
+class Tensor(list):
+    def __eq__(self, other):
+        return Tensor(value == other for value in self)
+
+    __hash__ = None
+
+    def all(self):
+        return all(list(self))
+
+    def tolist(self):
+        return list(self)
+
+
+def ones(count, device=None):
+    return Tensor([1] * count)

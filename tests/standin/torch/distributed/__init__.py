@@ -1,0 +1,12 @@
+from .distributed_c10d import (
+    Transport,
+    all_reduce,
+    barrier,
+    destroy_process_group,
+    get_backend,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+    new_group,
+)

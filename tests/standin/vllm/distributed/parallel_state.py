@@ -1,0 +1,34 @@
+import weakref
+
+import torch
+import torch.distributed as dist
+
+_groups = {}
+_WORLD = None
+_TP = None
+
+
+class GroupCoordinator:
+    def __init__(self, group_ranks, local_rank, torch_distributed_backend, use_device_communicator, group_name):
+        self.group_ranks, self.torch_distributed_backend = group_ranks, torch_distributed_backend
+        self.rank, self.local_rank, self.unique_name = dist.get_rank(), local_rank, f"{group_name}:0"
+        self.device, self.device_communicator, self.mq_broadcaster = torch.device("cpu"), None, None
+        for ranks in group_ranks:
+            device_group = dist.new_group(ranks, backend=torch_distributed_backend)
+            cpu_group = dist.new_group(ranks, backend="gloo")
+            if self.rank in ranks:
+                self.ranks, self.world_size = ranks, len(ranks)
+                self.device_group, self.cpu_group = device_group, cpu_group
+        _groups[self.unique_name] = weakref.ref(self)
+
+    def all_reduce(self, tensor):
+        dist.all_reduce(tensor, group=self.device_group)
+        return tensor
+
+
+def initialize(rank, world_size, init_method):
+    global _WORLD, _TP
+    dist.init_process_group("gloo", init_method=init_method, world_size=world_size, rank=rank)
+    everybody = [list(range(world_size))]
+    _WORLD = GroupCoordinator(everybody, rank, "gloo", False, "world")
+    _TP = GroupCoordinator(everybody, rank, "gloo", True, "tp")
