@@ -49,7 +49,7 @@ def call(arguments: list[str]) -> int:
 
 
 def _complain(sentence: str) -> None:
-    click.echo(f"nvsnap_launch: {sentence}", err=True)
+    click.echo(f"nvsnap_launch: {' '.join(sentence.split())}", err=True)
 
 
 def _fail(sentence: str, code: int = 1) -> NoReturn:

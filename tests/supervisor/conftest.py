@@ -1,108 +1,13 @@
-"""A launcher in a real process, with a control directory of its own."""
+"""Fixtures of the supervisor's tests."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
-
-from nvsnap_launch.hooktree import procfs
-
-ROOT = Path(__file__).resolve().parents[2]
-Value = TypeVar("Value")
-
-
-def wait_until(what: Callable[[], Value], seconds: float = 15.0) -> Value:
-    """Wait for a state; the last value is in the failure's message."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"not reached within {seconds} s: {what}, last {value!r}"
-        time.sleep(0.02)
-    return value
-
-
-class Launcher:
-    """One ``python -m nvsnap_launch`` process; everything below it is ended with it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.control = folder / "control"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *command: str, options: tuple[str, ...] = (), prefix: tuple[str, ...] = (), **popen: Any) -> None:
-        environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(self.control), "PYTHONPATH": str(ROOT)}
-        environment.update(popen.pop("extra", {}))
-        popen.setdefault("stdout", subprocess.PIPE)
-        popen.setdefault("stderr", subprocess.PIPE)
-        argv = [*prefix, sys.executable, "-m", "nvsnap_launch", "run", *options, "--", *command]
-        self.process = subprocess.Popen(argv, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, **popen)
-
-    def run(self, *command: str, seconds: float = 30.0, **kwargs: Any) -> tuple[int, str, str]:
-        self.start(*command, **kwargs)
-        return self.end(seconds)
-
-    def end(self, seconds: float = 30.0) -> tuple[int, str, str]:
-        """Wait for the exit: (status, stdout, stderr)."""
-        assert self.process is not None
-        out, err = self.process.communicate(timeout=seconds)
-        return self.process.returncode, (out or b"").decode(), (err or b"").decode()
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def status(self) -> dict[str, Any]:
-        try:
-            value: dict[str, Any] = json.loads((self.control / "status.json").read_text())
-        except FileNotFoundError:
-            return {}
-        return value
-
-    def wait_started(self) -> int:
-        """PID of the direct child, once it has been executed."""
-        wait_until(self.status)
-        return wait_until(lambda: next(iter(self._executed()), 0))
-
-    def _executed(self) -> list[int]:
-        ours = procfs.command(self.pid)
-        return [pid for pid in procfs.children(self.pid) if procfs.command(pid) not in ([], ours)]
-
-    def wait_file(self, name: str) -> str:
-        path = self.folder / name
-        return wait_until(lambda: path.read_text() if path.exists() and path.read_text().endswith("\n") else "")
-
-    def script(self, name: str, text: str) -> str:
-        path = self.folder / name
-        path.write_text(textwrap.dedent(text))
-        path.chmod(0o755)
-        return str(path)
-
-    def kill(self) -> None:
-        if self.process is None:
-            return
-        below = procfs.descendants(self.pid)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for pid in below:
-            if procfs.alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                stream.close()
+from launching import Launcher
 
 
 @pytest.fixture
@@ -115,37 +20,3 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 @pytest.fixture
 def python() -> str:
     return sys.executable
-
-
-# A leader as the hooks make one: registers, then takes the two signals and notes them in a file.
-LEADER = """
-    import json, os, signal, sys, threading, time
-    config = json.loads(os.environ["NVSNAP_HOOKS_CONFIG"])
-    folder = config["control_dir"]
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
-    def write(name, value):
-        path = os.path.join(folder, name)
-        with open(path + ".x", "w") as file:
-            json.dump(value, file)
-        os.replace(path + ".x", path)
-    def terminate(number, frame):
-        with open("termed", "a") as file:
-            file.write("TERM\\n")
-        os._exit(0)
-    signal.signal(signal.SIGTERM, terminate)
-    delay = float(sys.argv[1]) if len(sys.argv) > 1 else 0
-    time.sleep(delay)
-    me = {"pid": os.getpid(), "cookie": config["cookie"], "pid_namespace": os.stat("/proc/self/ns/pid").st_ino}
-    write("leader.json", me)
-    write("status.json", {"schema": 1, "state": "serving", "leader": me, "generation": 0})
-    with open("up", "w") as file:
-        file.write("up\\n")
-    def take():
-        while True:
-            number = signal.sigwait([signal.SIGUSR1, signal.SIGUSR2])
-            with open("taken", "a") as file:
-                file.write(signal.Signals(number).name + "\\n")
-    threading.Thread(target=take, daemon=True).start()
-    while True:
-        signal.pause()
-"""

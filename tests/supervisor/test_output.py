@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import Launcher, wait_until
+from launching import Launcher, wait_until
 
 from nvsnap_launch import logs
 from nvsnap_launch.hooktree import procfs
@@ -48,7 +48,9 @@ def test_inherit_hands_over_our_own(launcher: Launcher, python: str) -> None:
     assert not (launcher.control / "stdout.log").exists()
 
 
-@pytest.mark.parametrize(("path", "words"), [(".", "is a directory"), ("no/such/x", "no such"), ("/dev/null", "regular")])
+@pytest.mark.parametrize(
+    ("path", "words"), [(".", "is a directory"), ("no/such/x", "no such"), ("/dev/null", "regular")]
+)
 def test_a_log_that_cannot_be_written(launcher: Launcher, path: str, words: str) -> None:
     status, _, err = launcher.run("true", options=("--stdio", f"file:{path}"))
     assert (status, err.count("\n")) == (64, 1)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LEADER, ROOT, Launcher, wait_until
+from launching import LEADER, ROOT, Launcher, wait_until
 
 from nvsnap_launch.hooktree import procfs
 
@@ -56,7 +56,9 @@ def test_as_pid_1_signals(launcher: Launcher, python: str) -> None:
 
 @needs_root
 def test_as_pid_1_quit_from_outside_is_forwarded(launcher: Launcher, python: str) -> None:
-    engine = "import signal,sys; signal.signal(3, lambda *_: sys.exit(5)); open('up','w').write('up\\n'); signal.pause()"
+    engine = (
+        "import signal,sys; signal.signal(3, lambda *_: sys.exit(5)); open('up','w').write('up\\n'); signal.pause()"
+    )
     launcher.start(python, "-c", engine, prefix=AS_PID_1)
     launcher.wait_file("up")
     os.kill(procfs.children(launcher.pid)[0], signal.SIGQUIT)
@@ -120,7 +122,10 @@ def test_nothing_can_be_written(launcher: Launcher) -> None:
 def test_full_disk(launcher: Launcher, named: bool) -> None:
     """Named: refused with the reason. The default: the next place is taken."""
     fill = "head -c 60000 /dev/zero > $D/full 2>/dev/null; cat /dev/zero > $D/more 2>/dev/null"
-    steps = f'D=/run/nvsnap; mount -t tmpfs none /run && mkdir -m 700 $D && mount -t tmpfs -o size=64k,mode=700 none $D; {fill}; exec "$@"'
+    steps = (
+        "D=/run/nvsnap; mount -t tmpfs none /run && mkdir -m 700 $D && "
+        f'mount -t tmpfs -o size=64k,mode=700 none $D; {fill}; exec "$@"'
+    )
     prefix = ("unshare", "--mount", "--propagation", "private", "sh", "-c", steps, "sh")
     temporary = launcher.folder / "tmp"
     temporary.mkdir()

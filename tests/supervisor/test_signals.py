@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from conftest import LEADER, Launcher, wait_until
+from launching import LEADER, Launcher, wait_until
 
 from nvsnap_launch.hooktree import procfs
 
@@ -90,8 +91,7 @@ def test_prepare_before_anything_is_up_is_kept_for_the_leader(launcher: Launcher
 
 def _blocks(pid: int, number: int) -> bool:
     try:
-        with open(f"/proc/{pid}/status") as file:
-            lines = file.read().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
     mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:")), 0)
@@ -252,8 +252,8 @@ def _catches(launcher: Launcher, python: str, number: int) -> bool:
     for pid in procfs.descendants(launcher.pid):
         if procfs.command(pid)[:1] != [python]:
             continue
-        with open(f"/proc/{pid}/status") as file:
-            caught = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
         return bool(caught >> (number - 1) & 1)
     return False
 

@@ -1,0 +1,156 @@
+"""Reading /proc, and finding what a checkpoint would choke on."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import wait_until
+
+from nvsnap_launch import audit, processes
+from nvsnap_launch.hooktree import procfs
+
+
+def test_own_descriptors_and_mappings(tmp_path: Path) -> None:
+    path = tmp_path / "mapped file"
+    path.write_bytes(b"x" * 4096)
+    with path.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 4096)
+        assert procfs.descriptors(os.getpid())[file.fileno()] == str(path)
+        start, end = next((start, end) for start, end, name in procfs.mappings(os.getpid()) if name == str(path))
+        assert end - start == 4096
+        path.unlink()
+        assert f"{path} (deleted)" in [name for _, _, name in procfs.mappings(os.getpid())]
+        mapped.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "host", "shown"),
+    [
+        (socket.AF_INET, "127.0.0.1", "127.0.0.1"),
+        (socket.AF_INET6, "::1", "::1"),
+        (socket.AF_INET6, "::ffff:127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_tcp_sockets(family: socket.AddressFamily, host: str, shown: str) -> None:
+    with socket.socket(family) as listener:
+        try:
+            listener.bind((host, 0))
+        except OSError:
+            pytest.skip(f"no {host} here")
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection((host, port)) as client:
+            found = procfs.tcp_sockets(os.getpid())
+            mine = client.getsockname()[1]
+            assert ((shown, mine), (shown, port), "ESTABLISHED") in [entry[:3] for entry in found]
+            assert any(local == (shown, port) and state == "LISTEN" for local, _, state, _ in found)
+            inode = os.fstat(client.fileno()).st_ino
+            assert [entry[0] for entry in found if entry[3] == inode] == [(shown, mine)]
+
+
+def test_tree_and_command(python: str) -> None:
+    script = (
+        "import subprocess,sys; subprocess.run([sys.executable, '-c', 'import signal; signal.pause()', 'a  b', ''])"
+    )
+    process = subprocess.Popen([python, "-c", script])
+    try:
+        below = wait_until(lambda: [pid for pid in procfs.descendants(process.pid) if "a  b" in procfs.command(pid)])
+        assert procfs.children(process.pid) == below
+        assert procfs.command(below[0])[-2:] == ["a  b", ""]
+        assert [child.pid for child in processes.descendants(process.pid)] == below
+        assert below[0] in procfs.descendants(os.getpid())
+    finally:
+        for pid in [*procfs.descendants(process.pid), process.pid]:
+            os.kill(pid, 9)
+        process.wait()
+    assert not processes.alive(process.pid)
+
+
+def test_a_name_full_of_brackets(tmp_path: Path) -> None:
+    path = tmp_path / "a) R (b"
+    path.write_text("#!/bin/sh\nread x\n")
+    path.chmod(0o755)
+    with subprocess.Popen([path], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: procfs.stat(process.pid) is not None and procfs.command(process.pid)[-1:] == [str(path)])
+        found = procfs.stat(process.pid)
+        assert found is not None
+        assert found[0] == os.getpid()
+
+
+def test_what_is_gone_gives_nothing() -> None:
+    gone = 4194304 + 1
+    assert procfs.descriptors(gone) == {}
+    assert procfs.mappings(gone) == []
+    assert procfs.tcp_sockets(gone) == []
+    assert procfs.command(gone) == []
+    assert procfs.stat(gone) is None
+    assert not procfs.alive(gone)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_process_in_another_pid_namespace() -> None:
+    command = ["unshare", "--pid", "--fork", "--kill-child", "sleep", "1000"]
+    process = subprocess.Popen(command)
+    try:
+        inner = wait_until(
+            lambda: [pid for pid in procfs.children(process.pid) if procfs.command(pid)[:1] == ["sleep"]]
+        )[0]
+        namespace = processes.namespace_of(inner)
+        assert namespace != processes.namespace_of("self")
+        found = processes.find(1, namespace)
+        assert found is not None
+        assert found.pid == inner
+        assert processes.find(2, namespace) is None
+        assert processes.find(inner) is not None
+    finally:
+        process.kill()
+        process.wait()
+
+
+HOLDS = """
+import ctypes, os, socket, sys
+libc = ctypes.CDLL(None)
+libc.inotify_init1(0)
+os.memfd_create("thing")
+os.pidfd_open(os.getpid())
+listener = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+outside = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_audit_names_each_thing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        argv = [sys.executable, "-c", HOLDS, str(server.getsockname()[1])]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            found = audit.audit(audit.tree_of(process.pid))
+            words = audit.in_words(found)
+            assert process.stdin is not None
+            process.stdin.close()
+    for part in ("inotify", "memfd", "pidfd", "connection inside the tree", "connection to outside"):
+        assert part in words, words
+    assert words.count("connection inside the tree") == 2
+    assert words.count("connection to outside") == 1
+    assert list(found) == [process.pid]
+
+
+def test_audit_of_a_process_that_holds_nothing() -> None:
+    argv = ["sleep", "1000"]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: procfs.command(process.pid) == argv)
+        assert audit.audit([process.pid]) == {process.pid: []}
+    finally:
+        process.kill()
+        process.wait()

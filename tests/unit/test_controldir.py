@@ -1,0 +1,110 @@
+"""The control directory: who may act through it, and what a reader finds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nvsnap_launch import controldir
+from nvsnap_launch.controldir import ControlDirectory, ControlDirectoryError
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def test_made_for_its_owner_alone(tmp_path: Path) -> None:
+    control = ControlDirectory(tmp_path / "a" / "b")
+    control.create()
+    control.create()
+    assert control.path.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in control.path.iterdir()) == ["processes", "stacks"]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_one_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c").chmod(mode)
+    with pytest.raises(ControlDirectoryError, match="can be written by others"):
+        ControlDirectory(tmp_path / "c").create()
+
+
+def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "c").symlink_to(tmp_path / "real")
+    with pytest.raises(ControlDirectoryError, match="symbolic link"):
+        ControlDirectory(tmp_path / "c").create()
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
+    with pytest.raises(ControlDirectoryError, match="not a directory"):
+        ControlDirectory(tmp_path / "c").create()
+    with pytest.raises(ControlDirectoryError, match="cannot be used: not a directory"):
+        ControlDirectory(tmp_path / "c" / "d").create()
+
+
+@as_root
+def test_one_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir(mode=0o700)
+    os.chown(tmp_path / "c", 65534, 65534)
+    with pytest.raises(ControlDirectoryError, match="belongs to user 65534"):
+        ControlDirectory(tmp_path / "c").create()
+
+
+def test_a_reader_looks_where_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NVSNAP_CONTROL_DIR", "/from/variable")
+    assert controldir.resolve(str(tmp_path)) == tmp_path
+    assert controldir.resolve(None) == Path("/from/variable")
+
+
+def test_a_reader_finds_the_fallback_that_is_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NVSNAP_CONTROL_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(controldir, "DEFAULT", tmp_path / "default")
+    assert controldir.resolve(None) == tmp_path / "default"
+    control = ControlDirectory(controldir.fallback())
+    control.create()
+    control.lock()
+    assert controldir.resolve(None) == control.path
+    control.path.chmod(0o777)
+    with pytest.raises(ControlDirectoryError, match="can be written by others"):
+        controldir.resolve(None)
+
+
+def test_status_is_none_until_there_is_one_that_parses(tmp_path: Path) -> None:
+    control = ControlDirectory(tmp_path)
+    assert control.status() is None
+    for text in ("", '{"a":', "[]", "null"):
+        (tmp_path / "status.json").write_text(text)
+        assert control.status() is None
+    control.write_status("starting", generation=3)
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert control.status() == found
+    assert (found["schema"], found["state"], found["generation"], found["mode"]) == (1, "starting", 3, "cold")
+
+
+def test_clean_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    control = ControlDirectory(tmp_path)
+    control.create()
+    kept = ["restore.json", "stdout.log", "stderr.log", "events.jsonl", "supervisor.lock"]
+    gone = ["status.json", "leader.json", "prepare", "restore", "verdict.json", "x.12.tmp", "stacks/1.txt"]
+    for name in [*kept, *gone, "processes/1.json"]:
+        (tmp_path / name).touch()
+    control.clean(keep_processes=True)
+    assert (tmp_path / "processes/1.json").exists()
+    control.clean()
+    assert not (tmp_path / "processes/1.json").exists()
+    assert [name for name in kept if not (tmp_path / name).exists()] == []
+    assert [name for name in gone if (tmp_path / name).exists()] == []
+
+
+def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
+    first, second = ControlDirectory(tmp_path), ControlDirectory(tmp_path)
+    first.create()
+    first.lock()
+    first.lock()
+    first.write_supervisor("c")
+    with pytest.raises(ControlDirectoryError, match=f"in use by launcher PID {os.getpid()}"):
+        second.lock()

@@ -1,0 +1,100 @@
+"""Settings: where a value comes from, and what is said about a bad one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nvsnap_launch import signals
+from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.settings import Settings, SettingsError
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("NVSNAP_"):
+            monkeypatch.delenv(name)
+
+
+def test_defaults() -> None:
+    settings = Settings.load()
+    assert (settings.prepare_signal, settings.restore_signal, settings.agent) == (10, 12, "signals")
+    assert (settings.drain_s, settings.prepare_timeout_s, settings.restore_timeout_s) == (30, 120, 120)
+    assert (settings.stdio, settings.io_uring, settings.hooks, settings.grace_s) == ("auto", "block", "on", 20)
+
+
+def test_a_flag_wins_over_a_variable_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSNAP_DRAIN_S", "7")
+    monkeypatch.setenv("NVSNAP_GRACE_S", "8")
+    settings = Settings.load(drain_s="9", grace_s=None)
+    assert (settings.drain_s, settings.grace_s, settings.prepare_timeout_s) == (9, 8, 120)
+
+
+def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSNAP_AGENT", "")
+    assert Settings.load().agent == "signals"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("SIGUSR1", 10), ("usr1", 10), ("12", 12), ("none", 0), ("0", 0), ("RTMIN+2", 36)]
+)
+def test_signal_names(text: str, number: int) -> None:
+    assert Settings.load(prepare_signal=text, restore_signal="SIGALRM").prepare_signal == number
+    assert signals.parse(signals.name(number)) == number
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("prepare_signal", "FOO", "'FOO' is not the name"),
+        ("prepare_signal", "KILL", "'KILL' is not the name"),
+        ("prepare_signal", "SIGTERM", "meaning of its own"),
+        ("prepare_signal", "999", "'999' is not the name"),
+        ("prepare_signal", "USR2", "must differ"),
+        ("drain_s", "soon", "'soon'"),
+        ("drain_s", "-1", "greater than or equal to 0"),
+        ("grace_s", "nan", "finite"),
+        ("grace_s", "inf", "finite"),
+        ("agent", "magic", "'magic'"),
+        ("stdio", "file:", "'file:'"),
+        ("stdio", "somewhere", "'somewhere'"),
+        ("require_level", "best", "'best'"),
+        ("env_allow", "POD_IP,A=B", "'A=B' is not the name of an environment variable"),
+    ],
+)
+def test_a_bad_value_is_one_sentence_that_names_the_setting(flag: str, value: str, words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(**{flag: value})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "must differ" in words or f"--{flag.replace('_', '-')}" in str(caught.value)
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSNAP_RESTORE_TIMEOUT_S", "x")
+    with pytest.raises(SettingsError, match="NVSNAP_RESTORE_TIMEOUT_S"):
+        Settings.load()
+
+
+def test_names_that_metadata_may_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSNAP_ENV_ALLOW", "ONE, TWO  THREE,")
+    assert Settings.load().env_allow == ("ONE", "TWO", "THREE")
+
+
+def test_the_hooks_configuration_is_complete_json() -> None:
+    config = Settings.load(env_allow="A", prepare_signal="none").hooks_config(Path("/c"), "cookie")
+    described = (protocol.Config.__doc__ or "").partition("Keys:")[2]
+    assert all(name in described for name in config)
+    assert json.loads(json.dumps(config)) == config
+    assert (config["metadata"], config["prepare_signal"], config["env_allow"]) == ("/c/restore.json", 0, ["A"])
+    assert Path(config["hooks_dir"], "nvsnap_hooks", "protocol.py").is_file()
+
+
+def test_the_metadata_path_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSNAP_RESTORE_METADATA", "/mnt/context.json")
+    assert Settings.load().hooks_config(Path("/c"), "x")["metadata"] == "/mnt/context.json"
