@@ -8,8 +8,11 @@ def _load_shadowed() -> None:
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 
+    entries = [entry.rstrip("/") for entry in sys.path]
     here = __file__.rpartition("/")[0]
-    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if entry.rstrip("/") != here])
+    # Only what comes after us was hidden by us. (Two copies of the hooks would otherwise call each other.)
+    after = entries[entries.index(here) + 1 :] if here in entries else []
+    spec = PathFinder.find_spec("sitecustomize", after)
     if spec is None or spec.loader is None:
         return
     ours = sys.modules.pop("sitecustomize", None)

@@ -81,7 +81,9 @@ class Control:
         path = os.path.join(os.path.dirname(__file__), "guard.py")
         try:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", path, self.config["control_dir"]], stdin=subprocess.DEVNULL, close_fds=True
+                [sys.executable, "-I", "-S", path, self.config["control_dir"], str(self.pid)],
+                stdin=subprocess.DEVNULL,
+                close_fds=True,
             )
         except OSError:
             self._guard = None
@@ -136,7 +138,9 @@ class Control:
 
     def _hold_early(self, signalled: set[str]) -> None:
         """The engine is not up yet: a prepare is kept for later, a restore has nothing to restore."""
-        if protocol.PREPARE in signalled:
+        if protocol.RESTORE in signalled:  # undoes the prepare that waits, and does nothing else
+            protocol.append_event(self.config["control_dir"], "restore while starting: nothing to restore")
+        elif protocol.PREPARE in signalled:
             os.kill(self.pid, self.config["prepare_signal"])  # pending again, looked at on the next turn
             threading.Event().wait(TICK_SERVING)
 

@@ -56,9 +56,9 @@ def stale(env: Mapping[str, str] | None = None) -> list[str]:
     env = os.environ if env is None else env
     wrong = []
     for name in INTERFACES:
-        for interface in env.get(name, "").split(","):
-            if interface and not _interface_exists(interface):
-                wrong.append(f"{name} names the interface {interface!r}, which is not here")
+        wrong += [
+            f"{name} names the interface {gone!r}, which is not here" for gone in _interfaces_gone(env.get(name, ""))
+        ]
     for name in ADDRESSES:
         address = env.get(name, "")
         if address and not _is_local(address):
@@ -68,14 +68,19 @@ def stale(env: Mapping[str, str] | None = None) -> list[str]:
     return wrong
 
 
-def _interface_exists(pattern: str) -> bool:
-    """NCCL's syntax: ``=name`` exactly, ``^name`` all but, ``name`` as a prefix."""
-    if pattern.startswith("^"):
-        return True
-    names = [name for _, name in socket.if_nameindex()]
-    if pattern.startswith("="):
-        return pattern[1:] in names
-    return any(name.startswith(pattern) for name in names)
+def _interfaces_gone(value: str) -> list[str]:
+    """NCCL's syntax, for the whole list: ``^a,b`` all but these, ``=a,b`` exactly, ``a,b`` as prefixes (gloo: exact names).
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    if not value or value.startswith("^"):
+        return []
+    here = [name for _, name in socket.if_nameindex()]
+    exact = value.startswith("=")
+    wanted = [name for name in value.lstrip("=").split(",") if name]
+    return [
+        name for name in wanted if not any(found == name or (not exact and found.startswith(name)) for found in here)
+    ]
 
 
 def _is_local(address: str) -> bool:

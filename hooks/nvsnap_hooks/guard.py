@@ -1,6 +1,6 @@
 """A tiny process of its own in the engine's session: it holds the others to their deadlines, also after a restore.
 
-Started by the leader as ``python -I -S guard.py CONTROL_DIR``; stands alone: no import from the package, nothing open between
+Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``; stands alone: no import from the package, nothing open between
 ticks. It counts ticks of running time, so a freeze does not use up a deadline; the gap that a freeze leaves is noted in
 ``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
 """
@@ -90,8 +90,8 @@ def expire(control: str, deadline: dict[str, object]) -> None:
         kill(pid, signal.SIGKILL)
 
 
-def main(control: str) -> None:
-    leader, path = os.getppid(), os.path.join(control, "deadline.json")
+def main(control: str, leader: int) -> None:
+    path = os.path.join(control, "deadline.json")
     seen: tuple[int, int] | None = None
     deadline: dict[str, object] = {}
     left = 0.0
@@ -120,4 +120,4 @@ def main(control: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

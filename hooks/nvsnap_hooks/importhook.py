@@ -92,6 +92,8 @@ class _Loader:
         self._origin = origin
 
     def __getattr__(self, name: str) -> Any:  # runpy and inspect ask for get_code, get_source, is_package …
+        if name == "_loader":  # a copy that was not initialised
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

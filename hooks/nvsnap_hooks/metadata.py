@@ -92,6 +92,8 @@ def _parse(path: str, content: bytes) -> Metadata:
         value = json.loads(content.decode("utf-8-sig"))
     except ValueError:
         raise HalfWritten(f"{path} is not complete JSON") from None
+    except RecursionError:
+        raise MetadataError(f"{path} is nested too deeply") from None
     if not isinstance(value, dict):
         raise MetadataError(f"{path} must hold an object, not {type(value).__name__}")
     if value.get("schema", 1) != 1 or isinstance(value.get("schema"), bool):
@@ -117,6 +119,14 @@ def _env(path: str, env: Any) -> dict[str, str | None]:
             raise MetadataError(f"{path}: env has the impossible name {name!r}")
         if value is not None and not isinstance(value, str):
             raise MetadataError(f"{path}: env.{name} must be a string or null, not {type(value).__name__}")
-        if value is not None and "\0" in value:
-            raise MetadataError(f"{path}: env.{name} has a NUL in it")
+        if not _encodable(name) or (value is not None and ("\0" in value or not _encodable(value))):
+            raise MetadataError(f"{path}: env.{name!a} holds what an environment can't")
     return env
+
+
+def _encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True

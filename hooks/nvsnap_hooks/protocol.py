@@ -77,7 +77,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -66,6 +66,8 @@ def wrap(
     patches[name] = NOT_IMPORTED
 
     def put(owner: Any, attribute: str, value: Any) -> None:
+        if isinstance(value, classmethod):
+            raise LookupError("is a class method")
         static = isinstance(value, staticmethod)
         original = value.__func__ if static else value
         if getattr(original, "__nvsnap__", None) == name:

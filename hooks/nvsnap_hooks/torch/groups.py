@@ -218,10 +218,12 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
     seen = {id(record.coordinator.__dict__) for record in records}
     referrers = _referrers(groups)
     methods = [r for r in referrers if id(getattr(r, "__self__", None)) in handles and hasattr(r, "__name__")]
-    wanted = {key: (owner, None) for key, owner in handles.items()}
+    wanted: dict[int, tuple[tuple[int, str], str | None]] = {key: (owner, None) for key, owner in handles.items()}
     wanted.update({id(method): (handles[id(method.__self__)], method.__name__) for method in methods})
+    if methods:
+        referrers += _referrers(methods)
     found = []
-    for referrer in [*referrers, *(_referrers(methods) if methods else ())]:
+    for referrer in referrers:
         # Since CPython 3.11 an object holds its attributes itself until somebody asks for its __dict__.
         names = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", None)
         if not isinstance(names, dict) or id(names) in seen:
@@ -232,6 +234,9 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
             for key, value in list(names.items())
             if isinstance(key, str) and id(value) in wanted
         ]
+    # Among the referrers are these very lists: emptied, they can't keep a group alive in a cycle.
+    for mine in (groups, methods, referrers):
+        mine.clear()
     return found
 
 

@@ -93,7 +93,7 @@ def installed(origin: str | None) -> str:
     """
     if origin:
         try:
-            with open(os.path.join(os.path.dirname(origin), "_version.py"), encoding="utf-8") as file:
+            with open(os.path.join(os.path.dirname(origin), "_version.py"), encoding="utf-8", errors="replace") as file:
                 found = re.search(r"^(?:__version__\s*=\s*)?version\s*=\s*['\"]([^'\"]+)['\"]", file.read(), re.M)
         except OSError:
             found = None
