@@ -4,6 +4,8 @@ child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [ino
 Commands on a connection, one a line: ``get`` answers one JSON line, ``set TEXT`` writes shared memory, ``exit N`` ends the tree.
 """
 
+# ruff: noqa: PTH
+
 from __future__ import annotations
 
 import ctypes
@@ -179,7 +181,9 @@ class Leader:
 
 def child(pipe: socket.socket, memory: mmap.mmap) -> None:
     while pipe.recv(1):
-        pipe.sendall(json.dumps({"pid": os.getpid(), "start": memory[:5].decode(), "end": memory[-4:].decode()}).encode())
+        pipe.sendall(
+            json.dumps({"pid": os.getpid(), "start": memory[:5].decode(), "end": memory[-4:].decode()}).encode()
+        )
     os._exit(0)
 
 

@@ -1,0 +1,172 @@
+"""What the driver's tests share: a stand-in tree under a real launcher, its commands, and waiting for states."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+STAND_IN = Path(__file__).with_name("driver_tree.py")
+ROOT = Path(__file__).resolve().parents[2]
+SHM = Path("/dev/shm")
+T = TypeVar("T")
+
+
+def wait_until(look: Callable[[], T], what: str, seconds: float = 20.0) -> T:
+    """Poll until ``look`` gives something true; its errors count as not yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found = look()
+            if found:
+                return found
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
+        time.sleep(0.02)
+
+
+class Connection:
+    """One client of the stand-in."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.reader = self.socket.makefile("rb")
+
+    def ask(self, line: str = "get") -> dict[str, Any]:
+        self.socket.sendall(line.encode() + b"\n")
+        answer: dict[str, Any] = json.loads(self.reader.readline())
+        return answer
+
+    def is_closed(self) -> bool:
+        try:
+            self.socket.sendall(b"get\n")
+            return self.reader.readline() == b""
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.reader.close()
+        self.socket.close()
+
+
+@dataclass
+class Lab:
+    folder: Path
+    criu: str
+    port: int
+    shm: str
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def control(self) -> Path:
+        return self.folder / "control"
+
+    @property
+    def image(self) -> Path:
+        return self.folder / "image"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("NVSNAP_")}
+        return kept | {"NVSNAP_CONTROL_DIR": str(self.control), "NVSNAP_CRIU": self.criu} | more
+
+    def start(self, name: str, *arguments: str, **more: str) -> subprocess.Popen[bytes]:
+        """A launcher command in the background, its output in files of the lab's folder."""
+        out, err = (self.folder / f"{name}.{end}" for end in ("out", "err"))
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "nvsnap_launch", *arguments],
+                cwd=ROOT,
+                env=self.environment(**more),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        self.started.append(process)
+        return process
+
+    def words(self, name: str) -> str:
+        return (self.folder / f"{name}.err").read_text()
+
+    def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "nvsnap_launch", *arguments],
+            cwd=ROOT,
+            env=self.environment(**more),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def launch(self, *extras: str, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(STAND_IN), str(self.port), self.shm, *extras]
+        process = self.start("launcher", "run", *options, "--", *command)
+        wait_until(self.ask, "the stand-in")
+        return process
+
+    def create(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self.run("snapshot", "create", str(self.image), *options)
+
+    def restore(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        process = self.start(name, "snapshot", "restore", str(self.image), *options)
+        wait_until(lambda: "serving after" in self.words(name) or process.poll() is not None, "the restored server")
+        assert process.poll() is None, self.words(name)
+        return process
+
+    def ask(self, line: str = "get") -> dict[str, Any]:
+        connection = Connection(self.port)
+        try:
+            return connection.ask(line)
+        finally:
+            connection.close()
+
+    def state(self) -> str:
+        return str(json.loads((self.control / "status.json").read_text())["state"])
+
+    def left_in_shm(self) -> list[str]:
+        return sorted(path.name for path in SHM.iterdir() if path.name.startswith(self.shm) or is_remap(path))
+
+    def stand_ins(self) -> list[int]:
+        """Live processes of this lab's tree, in whatever PID namespace."""
+        mark = self.shm.encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+                if mark in words and STAND_IN.name.encode() in words and b"nvsnap_launch" not in words:
+                    found.append(int(entry.name))
+        return found
+
+    def end(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        for pid in self.stand_ins():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for path in SHM.iterdir():
+            if path.name.startswith(self.shm):
+                path.unlink()
+
+
+def is_remap(path: Path) -> bool:
+    return path.name.startswith("link_remap.")
+
+
+def make_lab(folder: Path, criu: str) -> Iterator[Lab]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    lab = Lab(folder, criu, port, f"nvsnap-test-{os.getpid()}-{port}")
+    try:
+        yield lab
+    finally:
+        lab.end()

@@ -1,0 +1,164 @@
+"""The driver with a real CRIU and real processes: frozen, killed, brought back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+
+import pytest
+from driver_lab import Connection, Lab, wait_until
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+
+def stop(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:
+    process.send_signal(number)
+    return process.wait(20)
+
+
+def test_killed_and_brought_back_twice_from_one_image(lab: Lab) -> None:
+    launcher = lab.launch()
+    client = Connection(lab.port)
+    before = client.ask("set hello")
+
+    made = lab.create()
+    assert made.returncode == 0, made.stderr
+    assert launcher.wait(20) == 0
+    assert "lives on in the snapshot" in lab.words("launcher")
+    assert lab.stand_ins() == []
+    assert lab.left_in_shm() == []
+    assert not lab.image.with_name("image.partial").exists()
+    assert client.is_closed()
+
+    for round_, value in (("first", "10.0.0.7"), ("second", "10.0.0.8")):
+        restored = lab.restore(round_, "--pid-namespace", "new", "--env", f"POD_IP={value}", "--unset", "HF_TOKEN")
+        again = lab.ask()
+        assert (again["pid"], again["child"]["pid"]) == (before["pid"], before["child"]["pid"])
+        assert again["child"] == {"pid": before["child"]["pid"], "start": "hello", "end": "last"}
+        assert (again["ghost"], again["mode"], again["generation"]) == ("first", "restored", 2)
+        assert again["env"] == {"POD_IP": value, "HF_TOKEN": None}
+        wait_until(lambda: lab.ask()["closed"] >= 2, "the end of the connection that was established at the dump")
+        assert lab.ask("set other")["child"]["start"] == "other"
+        assert lab.left_in_shm() == [], "the restored tree's shared memory is its own"
+        assert stop(restored) == 7, "the tree's own exit code"
+        assert lab.stand_ins() == []
+        assert lab.left_in_shm() == []
+    lines = (lab.control / "stdout.log").read_text().split("\n")
+    assert lines == ["up", "prepare 1", "restore 2", "restore 2", ""], "no log is truncated"
+    assert (lab.folder / "second.out").read_text() == "restore 2\n", "only what is new is shown"
+
+
+def test_exit_code_of_the_tree_is_the_commands(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    restored = lab.restore("restore")
+    connection = Connection(lab.port)
+    connection.socket.sendall(b"exit 33\n")
+    assert restored.wait(20) == 33
+    connection.close()
+
+
+def test_nothing_is_left_when_the_outer_process_is_killed(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    restored = lab.restore("restore")
+    assert len(lab.stand_ins()) == 2
+    assert stop(restored, signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not lab.stand_ins(), "the end of the restored tree")
+    assert lab.left_in_shm() == []
+
+
+def test_a_restored_tree_can_be_frozen_again_from_outside(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    restored = lab.restore("first", "--pid-namespace", "new")
+    assert lab.ask("set again")["generation"] == 2
+    first = lab.image.rename(lab.folder / "first-image")
+
+    made = lab.create()
+    assert made.returncode == 0, made.stderr
+    assert restored.wait(20) == 0
+    assert lab.left_in_shm() == []
+
+    lab.restore("second", "--pid-namespace", "new")
+    again = lab.ask()
+    assert (again["child"]["start"], again["generation"]) == ("again", 4)
+    ids = [json.loads((folder / "manifest.json").read_text())["ids"] for folder in (first, lab.image)]
+    assert ids[0] == ids[1], "the same numbers, in the tree's own namespace"
+
+
+def test_somebody_elses_metadata_tells_the_engine_and_stays_as_it_is(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    metadata = lab.control / "restore.json"
+    text = json.dumps({"schema": 1, "incarnation": "pod-2", "snapshot": "s", "env": {"POD_IP": "10.1.1.1"}})
+    metadata.write_text(text)
+    refused = lab.run("snapshot", "restore", str(lab.image), "--env", "POD_IP=10.1.1.2")
+    assert refused.returncode == 64
+    assert "change it there" in refused.stderr
+    lab.restore("restore")
+    assert lab.ask()["env"] == {"POD_IP": "10.1.1.1"}
+    assert metadata.read_text() == text
+
+
+def test_metadata_elsewhere_that_says_nothing_new_is_made_up_for_by_a_request(lab: Lab) -> None:
+    metadata = lab.folder / "agent.json"
+    metadata.write_text(json.dumps({"schema": 1, "incarnation": "pod-1"}))
+    launcher = lab.launch(options=("--restore-metadata", str(metadata)))
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    lab.restore("restore")
+    again = lab.ask()
+    assert (again["state"], again["generation"], again["mode"]) == ("serving", 2, "cold")
+    assert not (lab.control / "restore.json").exists()
+
+
+def test_leave_running_keeps_server_and_connections(lab: Lab) -> None:
+    launcher = lab.launch()
+    client = Connection(lab.port)
+    made = lab.create("--leave-running")
+    assert made.returncode == 0, made.stderr
+    answer = client.ask()
+    assert (answer["state"], answer["generation"], answer["mode"]) == ("serving", 2, "cold")
+    assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
+    assert lab.run("snapshot", "inspect", str(lab.image)).returncode == 0
+    assert stop(launcher) == 7
+
+
+def test_numbers_in_use_are_refused_in_the_current_namespace(lab: Lab) -> None:
+    lab.launch()
+    assert lab.create("--leave-running").returncode == 0
+    refused = lab.run("snapshot", "restore", str(lab.image), "--pid-namespace", "current")
+    assert refused.returncode == 64
+    assert "in use" in refused.stderr
+    report = json.loads(lab.run("snapshot", "inspect", "--json", str(lab.image)).stdout)
+    assert report["restorable"] and report["pids_in_use"] and report["pid_namespace"] == "new"
+    assert report["listening"] == [f"127.0.0.1:{lab.port}"]
+
+
+def test_a_restore_into_a_control_directory_in_use_is_refused(lab: Lab) -> None:
+    lab.launch()
+    assert lab.create("--leave-running").returncode == 0
+    refused = lab.run("snapshot", "restore", str(lab.image))
+    assert refused.returncode == 64
+    assert "is in use by launcher" in refused.stderr
+    assert lab.ask()["state"] == "serving"
+
+
+def test_criu_failing_at_the_restore_leaves_nothing(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    with socket.create_server(("127.0.0.1", lab.port)):  # CRIU cannot bind the listener again
+        failed = lab.run("snapshot", "restore", str(lab.image))
+    assert failed.returncode == 74
+    assert "CRIU restore ended with" in failed.stderr
+    assert "Error (" in failed.stderr, "CRIU's own words"
+    assert lab.stand_ins() == []
+    assert lab.left_in_shm() == []

@@ -1,0 +1,189 @@
+"""A dump that fails, at whatever point, leaves no image, no link_remap and a server that serves with its connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from driver_lab import ROOT, STAND_IN, Connection, Lab, wait_until
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+# A CRIU that behaves until it is asked to dump. $REAL is the real one.
+WRAPPER = """#!/bin/sh
+case "$1" in
+dump) {action} ;;
+*) exec {real} "$@" ;;
+esac
+"""
+
+
+def wrapper(lab: Lab, action: str) -> str:
+    path = lab.folder / "criu-that-fails"
+    path.write_text(WRAPPER.format(action=action.format(real=lab.criu), real=lab.criu))
+    path.chmod(0o755)
+    return str(path)
+
+
+def check_serving(lab: Lab, client: Connection, state: str = "serving") -> None:
+    answer = client.ask("set still")
+    assert (answer["state"], answer["mode"]) == (state, "cold")
+    assert answer["child"]["start"] == "still", "the child answers too"
+    assert not lab.image.exists()
+    assert not lab.image.with_name("image.partial").exists()
+    assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
+    stopped = [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"]
+    assert stopped == []
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_obstacles_are_named_and_the_prepare_undone(lab: Lab) -> None:
+    lab.launch("tcp", "uring", options=("--io-uring", "allow"))
+    client = Connection(lab.port)
+    failed = lab.create()
+    assert failed.returncode == 1
+    assert "holds an io_uring (descriptor" in failed.stderr
+    assert "holds a TCP connection inside the tree" in failed.stderr
+    assert f"process {client.ask()['pid']} (" in failed.stderr
+    check_serving(lab, client)
+    assert client.ask()["generation"] == 2
+
+
+def test_criu_that_fails_is_quoted(lab: Lab) -> None:
+    lab.launch()
+    client = Connection(lab.port)
+    # A real dump that fails half-way: without --link-remap the unnamed file cannot be dumped.
+    action = r"""shift; for a; do shift; [ "$a" = --link-remap ] || set -- "$@" "$a"; done; exec {real} dump "$@" """
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, action))
+    assert failed.returncode == 1
+    assert "CRIU dump ended with" in failed.stderr
+    assert "link-remap" in failed.stderr, "CRIU's own words"
+    check_serving(lab, client)
+    assert json.loads((lab.control / "dump.json").read_text())["phase"] == "failed"
+    assert lab.create().returncode == 0, "and the next one succeeds"
+
+
+def test_criu_that_is_killed_in_the_middle(lab: Lab) -> None:
+    lab.launch("big")
+    client = Connection(lab.port)
+    # Killed once it has stopped the tree and begun to write pages.
+    kill = 'for a; do case "$a" in /proc/self/fd/*) d=$a ;; esac; done; {real} "$@" & c=$!; n=0; '
+    kill += (
+        "until ls $d/pages-*.img >/dev/null 2>&1 || ! kill -0 $c 2>/dev/null || [ $n = 2000 ]; do n=$((n+1)); done; "
+    )
+    kill += "kill -9 $c; wait $c; exit 1"
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, kill))
+    assert failed.returncode == 1, failed.stderr
+    print(failed.stderr)
+    check_serving(lab, client)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[None]:
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "small", place], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_no_space_is_refused_before_anything_is_touched(lab: Lab) -> None:
+    lab.launch()
+    client = Connection(lab.port)
+    with small_disk(lab.folder / "disk", "4m"):
+        refused = lab.run("snapshot", "create", str(lab.folder / "disk" / "image"))
+    assert refused.returncode == 64
+    assert "not enough space" in refused.stderr
+    check_serving(lab, client)
+    assert client.ask()["generation"] == 0
+
+
+def test_a_disk_that_fills_during_the_dump(lab: Lab) -> None:
+    lab.launch("big")
+    client = Connection(lab.port)
+    with small_disk(lab.folder / "disk", "150m"):
+        # Somebody else takes the space after the check.
+        fill = 'dd if=/dev/zero of=disk/other bs=1M count=130 2>/dev/null; exec {real} "$@"'
+        action = f"cd {lab.folder}; {fill}"
+        target = str(lab.folder / "disk" / "image")
+        failed = lab.run("snapshot", "create", target, "--criu", wrapper(lab, action))
+        assert failed.returncode == 1, failed.stderr
+        print(failed.stderr)
+        assert [path.name for path in (lab.folder / "disk").iterdir()] == ["other"]
+    check_serving(lab, client)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_criu_works(lab: Lab, number: signal.Signals) -> None:
+    lab.launch()
+    client = Connection(lab.port)
+    mark = lab.folder / "dumping"
+    slow = wrapper(lab, f'touch {mark}; sleep 60; exec {{real}} "$@"')
+    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
+    wait_until(mark.exists, "the dump")
+    assert lab.state() == "prepared"
+    driver.send_signal(number)
+    assert driver.wait(20) == 128 + number
+    check_serving(lab, client)
+
+
+def test_prepared_by_a_signal_before(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.run("prepare").returncode == 0
+    made = lab.create()
+    assert made.returncode == 0, made.stderr
+    assert "prepared already" in made.stderr
+    assert launcher.wait(20) == 0
+
+
+def test_output_to_a_pipe_is_refused_with_the_way_out(lab: Lab) -> None:
+    arguments = ["run", "--stdio", "inherit", "--", sys.executable, str(STAND_IN), str(lab.port), lab.shm]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "nvsnap_launch", *arguments],
+        cwd=ROOT,
+        env=lab.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    lab.started.append(launcher)
+    wait_until(lab.ask, "the stand-in")
+    refused = lab.create()
+    assert refused.returncode == 64
+    assert "start the engine with --stdio auto or file:PATH" in refused.stderr
+    assert lab.ask()["generation"] == 0
+
+
+def test_no_engine_and_taken_folders_are_refused(lab: Lab) -> None:
+    refused = lab.create()
+    assert refused.returncode == 64
+    assert "no engine with hooks is running" in refused.stderr
+    lab.image.mkdir()
+    (lab.image / "mine").write_text("mine")
+    refused = lab.create()
+    assert (refused.returncode, (lab.image / "mine").read_text()) == (64, "mine")
+    (lab.image / "manifest.json").write_text("{}")
+    assert "is a snapshot already" in lab.create().stderr
+
+
+def test_a_criu_that_is_too_old_or_none_is_refused(lab: Lab) -> None:
+    old = lab.folder / "old"
+    old.write_text("#!/bin/sh\necho Version: 3.17.1\n")
+    old.chmod(0o755)
+    assert "is too old" in lab.run("snapshot", "create", str(lab.image), "--criu", str(old)).stderr
+    old.write_text("#!/bin/sh\necho hello\n")
+    assert (
+        "does not answer like CRIU: hello" in lab.run("snapshot", "create", str(lab.image), "--criu", str(old)).stderr
+    )
+    missing = lab.run("snapshot", "create", str(lab.image), "--criu", str(lab.folder / "none"))
+    assert (missing.returncode, "is not there" in missing.stderr) == (64, True)
