@@ -311,7 +311,7 @@ class Creation:
         """Take everything back. Raises SnapshotError (75) when the server does not serve again."""
         if self.complete:
             return
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = str(error).splitlines()[0].rstrip(":") if str(error) else type(error).__name__
         say(f"taking it back: {why}")
         if hasattr(self, "remap_folders"):
             saved.remove(str(self.tree.files) + name for name in self.new_remaps())

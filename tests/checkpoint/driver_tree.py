@@ -4,7 +4,7 @@ child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [ino
 Commands on a connection, one a line: ``get`` answers one JSON line, ``set TEXT`` writes shared memory, ``exit N`` ends the tree.
 """
 
-# ruff: noqa: PTH
+# ruff: noqa: PTH103, PTH105, PTH108, PTH110, PTH116, PTH123
 
 from __future__ import annotations
 

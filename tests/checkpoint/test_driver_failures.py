@@ -83,7 +83,6 @@ def test_criu_that_is_killed_in_the_middle(lab: Lab) -> None:
     kill += "kill -9 $c; wait $c; exit 1"
     failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, kill))
     assert failed.returncode == 1, failed.stderr
-    print(failed.stderr)
     check_serving(lab, client)
 
 
@@ -118,7 +117,6 @@ def test_a_disk_that_fills_during_the_dump(lab: Lab) -> None:
         target = str(lab.folder / "disk" / "image")
         failed = lab.run("snapshot", "create", target, "--criu", wrapper(lab, action))
         assert failed.returncode == 1, failed.stderr
-        print(failed.stderr)
         assert [path.name for path in (lab.folder / "disk").iterdir()] == ["other"]
     check_serving(lab, client)
 
