@@ -1,7 +1,7 @@
 """A tiny process of its own in the engine's session: it holds the others to their deadlines, also after a restore.
 
-Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``; stands alone: no import from the package, nothing open between
-ticks. It counts ticks of running time, so a freeze does not use up a deadline; the gap that a freeze leaves is noted in
+Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``; stands alone: no import from the package, nothing
+open between ticks. It counts ticks of running time, so a freeze does not use up a deadline; the gap that a freeze leaves is noted in
 ``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
 """
 

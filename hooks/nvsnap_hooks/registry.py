@@ -25,7 +25,7 @@ _written: dict[str, Any] = {}
 
 
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
-    """(owner, attribute, value) of ``Class.method`` or ``function`` in a module. Raises LookupError with the name that is missing."""
+    """(owner, attribute, value) of ``Class.method`` or ``function`` in a module. Raises LookupError naming what is missing."""
     owner: Any = module
     *path, attribute = qualname.split(".")
     for part in path:
