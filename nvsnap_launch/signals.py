@@ -68,8 +68,8 @@ def restore_for_child(always_blocked: Mask) -> None:
     """
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    for number in always_blocked:
-        signal.signal(number, signal.SIG_IGN)
+    for blocked in always_blocked:
+        signal.signal(blocked, signal.SIG_IGN)
     if _AtStart.child_ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, (_AtStart.mask or set()) | always_blocked)
