@@ -181,8 +181,8 @@ def sync(path: Path) -> None:
 
 
 def collect(directory: Path) -> list[ImageFile]:
-    """Describe and sync every file below a folder, two at a time. Raises OSError."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    """Describe and sync every file below a folder but the manifest, two at a time. Raises OSError."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST_FILE)
 
     def one(path: Path) -> ImageFile:
         sync(path)

@@ -1,0 +1,234 @@
+"""What is no snapshot, or a damaged one, is refused before anything starts. Needs no CRIU."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from nvsnap_launch.snapshot import criu as criu_tool
+from nvsnap_launch.snapshot import manifest as manifests
+from nvsnap_launch.snapshot import namespace, restore, saved
+from nvsnap_launch.snapshot.commands import snapshot
+from nvsnap_launch.snapshot.errors import SnapshotError
+from nvsnap_launch.snapshot.manifest import Manifest
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="restoring is refused to others before this")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A folder that is whole by its manifest, though CRIU never made it."""
+    images = tmp_path / "image" / manifests.IMAGES_DIR
+    images.mkdir(parents=True)
+    (images / "inventory.img").write_bytes(b"small")
+    with (images / "pages-1.img").open("wb") as pages:
+        for block in range(18):
+            pages.write(bytes([block]) * (1 << 20))
+    write(tmp_path / "image", tmp_path / "control")
+    return tmp_path / "image"
+
+
+def write(directory: Path, control: Path, **changes: object) -> None:
+    fields: dict[str, object] = {
+        "id": "id",
+        "created": "2026-01-01T00:00:00.000Z",
+        "control_dir": str(control),
+        "control_dirs": [],
+        "metadata": str(control / "restore.json"),
+        "cookie": "cookie",
+        "launcher": {"prepare_signal": 10, "restore_signal": 12, "agent": "signals"},
+        "root_pid": 4000001,
+        "leader_pid": 4000001,
+        "ids": [4000001],
+        "process_count": 1,
+        "uid": 0,
+        "engine": {"name": "stand-in"},
+        "generation": 1,
+        "incarnation": None,
+        "kernel": "6.1",
+        "criu": "4.1.1",
+        "cwd": [str(directory)],
+        "listening": [],
+        "memory_bytes": 0,
+        "streams": [],
+        "saved": [],
+        "control": [],
+        "outer": [],
+        "files": manifests.collect(directory),
+        "seconds": {},
+    }
+    Manifest.model_validate(fields | changes).write(directory)
+
+
+def fake_criu(folder: Path) -> str:
+    path = folder / "criu"
+    path.write_text(
+        f"#!/bin/sh\ncase $1 in --version) echo Version: 4.9 ;; check) ;; *) touch {folder}/started ;; esac\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def run_restore(directory: Path, *options: str) -> tuple[int, str]:
+    criu = fake_criu(directory.parent)
+    result = CliRunner().invoke(snapshot, ["restore", str(directory), "--criu", criu, *options])
+    assert not (directory.parent / "started").exists(), "CRIU was started"
+    assert not (directory.parent / "control").exists(), "the control directory was touched"
+    return result.exit_code, result.stderr
+
+
+def test_what_is_no_snapshot(tmp_path: Path) -> None:
+    assert run_restore(tmp_path / "none")[0] == 64
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, words = run_restore(empty)
+    assert (code, "is not a snapshot: it has no manifest.json" in words) == (64, True)
+    for text in ("[]", "null", '{"kind": "other"}'):
+        (empty / "manifest.json").write_text(text)
+        code, words = run_restore(empty)
+        assert (code, "is not a manifest of this driver" in words) == (64, True)
+
+
+def test_another_schema(directory: Path) -> None:
+    value = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(value | {"schema": 2}))
+    code, words = run_restore(directory)
+    assert (code, "has schema 2, this driver reads 1" in words) == (64, True)
+
+
+def test_a_damaged_manifest(directory: Path) -> None:
+    text = (directory / "manifest.json").read_text()
+    (directory / "manifest.json").write_text(text[: len(text) // 2])
+    assert run_restore(directory)[0] == 74
+    value = json.loads(text)
+    (directory / "manifest.json").write_text(json.dumps(value | {"ids": "many"}))
+    code, words = run_restore(directory)
+    assert (code, "damaged: ids" in words) == (74, True)
+    del value["cookie"]
+    (directory / "manifest.json").write_text(json.dumps(value))
+    assert "damaged: cookie" in run_restore(directory)[1]
+
+
+@needs_root
+def test_damaged_files(directory: Path) -> None:
+    pages = directory / manifests.IMAGES_DIR / "pages-1.img"
+    whole = pages.read_bytes()
+    pages.write_bytes(whole[:-1])
+    code, words = run_restore(directory)
+    assert (code, "instead of" in words) == (74, True)
+    pages.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) // 2))
+    assert "other content" in run_restore(directory)[1]
+    pages.write_bytes(whole[:-1] + b"\xff")
+    assert "other content" in run_restore(directory)[1]
+    pages.unlink()
+    assert "No such file" in run_restore(directory)[1]
+    pages.write_bytes(whole)
+    (directory / manifests.IMAGES_DIR / "inventory.img").write_bytes(b"smalL")
+    assert "inventory.img has other content" in run_restore(directory)[1]
+
+
+@needs_root
+def test_files_outside_that_changed(directory: Path) -> None:
+    library = directory.parent / "library.so"
+    library.write_bytes(b"12345")
+    write(directory, directory.parent / "control", outer=[{"path": str(library), "size": 4}])
+    code, words = run_restore(directory)
+    assert (code, "has 5 bytes instead of 4" in words) == (74, True)
+    library.unlink()
+    assert "No such file" in run_restore(directory)[1]
+    write(directory, directory.parent / "control", cwd=["/nowhere/at/all"])
+    assert "/nowhere/at/all: no such folder" in run_restore(directory)[1]
+
+
+@needs_root
+def test_another_control_directory(directory: Path) -> None:
+    code, words = run_restore(directory, "--control-dir", str(directory.parent / "other"))
+    assert (code, "it cannot be" in words) == (64, True)
+
+
+@needs_root
+def test_numbers_in_use_only_matter_in_the_current_namespace(directory: Path) -> None:
+    write(directory, directory.parent / "control", ids=[os.getpid()])
+    code, words = run_restore(directory, "--pid-namespace", "current")
+    assert (code, f"in use here ({os.getpid()})" in words) == (64, True)
+    manifest = manifests.load(directory)
+    assert restore.wants_namespace(manifest, "auto")
+    assert not restore.wants_namespace(manifest, "current")
+
+
+def test_usage() -> None:
+    result = CliRunner().invoke(snapshot, ["restore", "dir", "--env", "NOVALUE"])
+    assert "is not NAME=VALUE" in result.stderr
+    assert result.exit_code != 0
+
+
+@needs_root
+def test_inspect_says_what_is_missing(directory: Path) -> None:
+    criu = fake_criu(directory.parent)
+    result = CliRunner().invoke(snapshot, ["inspect", str(directory), "--criu", criu])
+    assert (result.exit_code, "can be restored here" in result.output) == (0, True)
+    (directory / manifests.IMAGES_DIR / "inventory.img").unlink()
+    result = CliRunner().invoke(snapshot, ["inspect", str(directory), "--criu", criu, "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert report["reasons"] == ["images/inventory.img: No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("release", "needed"),
+    [("5.10.0", (4, 1)), ("6.15.9-x", (4, 1)), ("6.16.0", (4, 2)), ("7.0-rc1", (4, 2)), ("?", (4, 1))],
+)
+def test_criu_needed_by_kernel(release: str, needed: tuple[int, int]) -> None:
+    assert criu_tool.needed_version(release) == needed
+
+
+def test_error_lines_leave_out_what_every_run_prints(tmp_path: Path) -> None:
+    log = tmp_path / "dump.log"
+    lines = ["(0.1) Error (criu/util.c:1): rlimit: Can't setup RLIMIT_NOFILE for self", "(0.2) fine"]
+    log.write_text("\n".join([*lines, "(0.3) Error (criu/x.c:2): no"]))
+    assert criu_tool.error_lines(log) == ["(0.3) Error (criu/x.c:2): no"]
+    assert criu_tool.error_lines(tmp_path / "none") == []
+
+
+def test_numbers_for_criu_itself_keep_clear_of_the_trees() -> None:
+    assert namespace.clear_start([5000, 5001], 100, 32768) is None
+    assert namespace.clear_start([3, 7, 900], 2, 32768) == 900
+    assert namespace.clear_start([500, 32767], 31900, 32768) == 500
+    assert namespace.clear_start(list(range(1, 32768)), 1, 32768) is None
+
+
+def test_sparse_files_stay_sparse(tmp_path: Path) -> None:
+    source, keeper = tmp_path / "ring", saved.Keeper(tmp_path / "snapshot", Path("/"))
+    keeper.directory.mkdir()
+    with source.open("wb") as file:
+        file.truncate(256 << 20)
+        os.pwrite(file.fileno(), b"middle", 100 << 20)
+    source.chmod(0o640)
+    (tmp_path / "ring-too").hardlink_to(source)
+    (kept,) = keeper.save([str(source), str(tmp_path / "ring-too"), str(tmp_path / "gone")])
+    blob = keeper.directory / kept.blob
+    assert (kept.size, blob.stat().st_size, kept.mode) == (256 << 20, 256 << 20, 0o640)
+    assert blob.stat().st_blocks * 512 < 1 << 20
+    with pytest.raises(FileExistsError):
+        saved.put_back(keeper.directory, kept)
+    for name in kept.names:
+        Path(name).unlink()
+    saved.put_back(keeper.directory, kept)
+    assert source.stat().st_blocks * 512 < 1 << 20
+    assert source.stat().st_mode & 0o7777 == 0o640
+    assert source.samefile(tmp_path / "ring-too")
+    with source.open("rb") as file:
+        assert os.pread(file.fileno(), 6, 100 << 20) == b"middle"
+
+
+def test_a_too_old_criu_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "criu"
+    path.write_text("#!/bin/sh\necho Version: 3.17.1\n")
+    path.chmod(0o755)
+    with pytest.raises(SnapshotError, match=r"CRIU 3\.17\.1 .* is too old") as caught:
+        criu_tool.find(str(path))
+    assert caught.value.exit_code == 64
