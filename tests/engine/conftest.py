@@ -1,0 +1,74 @@
+"""Where the engine is, and one server a module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+from engine_support import ROOT, Engine
+
+# What a user might bring: methods of its own on every worker.
+EXTENSION = """
+    import os
+    import torch.distributed as dist
+
+    planted = []
+
+    class Extension:
+        def user_greets(self, word):
+            return {"word": word, "rank": dist.get_rank(), "pid": os.getpid()}
+
+        def user_groups(self):
+            from vllm.distributed import parallel_state
+            from torch.distributed import distributed_c10d as c10d
+            rings, names = [], []
+            for reference in parallel_state._groups.values():
+                coordinator = reference()
+                names.append([coordinator.unique_name, c10d._world.pg_names[coordinator.device_group],
+                              c10d._world.pg_names[coordinator.cpu_group], id(coordinator)])
+                if coordinator.mq_broadcaster is not None:
+                    rings.append("/dev/shm/" + coordinator.mq_broadcaster.buffer.shared_memory.name.lstrip("/"))
+            return {"rings": rings, "names": names}
+
+        def user_plants_group(self):
+            planted.append(dist.new_group(list(range(dist.get_world_size())), backend="gloo"))
+
+        def user_removes_group(self):
+            dist.destroy_process_group(planted.pop())
+
+        def user_plants_holder(self):
+            from vllm.distributed import parallel_state
+            group = parallel_state.get_tp_group().cpu_group
+            planted.append([lambda: group])
+
+        def user_removes_holder(self):
+            planted.clear()
+
+        def user_plants_queue_holder(self):
+            from vllm.distributed import parallel_state
+            planted.append(parallel_state.get_tp_group().mq_broadcaster)
+"""
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    work = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work")
+    python = Path(os.environ.get("NVSNAP_ENGINE_PYTHON") or work / "engine" / "bin" / "python").absolute()
+    if not (python.parent / "vllm").exists():
+        pytest.skip(f"no vllm beside {python}: run 'tools/setup engine' or set NVSNAP_ENGINE_PYTHON")
+    model = work / "models" / "tiny"
+    if not (model / "config.json").exists():
+        model = tmp_path_factory.mktemp("models") / "tiny"
+        subprocess.run([python, ROOT / "demo" / "make_tiny_model.py", model], check=True, timeout=120)
+    return Engine(python, model.absolute())
+
+
+@pytest.fixture(scope="session")
+def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the user's own module, for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "users_extension.py").write_text(textwrap.dedent(EXTENSION))
+    return folder

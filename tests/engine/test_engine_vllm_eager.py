@@ -1,0 +1,198 @@
+"""vLLM, two ranks, eager: cycles idle and under load, what is gone while prepared, and what makes a prepare refuse.
+
+One server for all of it, in the order of the file; the last test ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_support import PROMPTS, Engine, Server, Stream, later, procfs, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine, user_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(
+        engine,
+        tmp_path_factory.mktemp("eager"),
+        ("--tensor-parallel-size", "2", "--enforce-eager", "--worker-extension-cls", "users_extension.Extension"),
+        {"PYTHONPATH": str(user_folder), "NVSNAP_DRAIN_S": "30"},
+    )
+    try:
+        started.start()
+        yield started
+    finally:
+        started.end()
+
+
+@pytest.fixture(scope="module")
+def answers(server: Server) -> dict[str, tuple[int, ...]]:
+    """The greedy answers before anything was frozen."""
+    found = {prompt: server.ask(prompt) for prompt in PROMPTS}
+    assert len(set(found.values())) > 1, "a model that always says the same proves nothing"
+    return found
+
+
+def test_every_process_is_registered_and_patched(server: Server) -> None:
+    status = server.status()
+    roles = sorted((p["role"], p["rank"]) for p in status["processes"] if p["role"] != "leader")
+    assert roles == [("core", 0), ("worker", 0), ("worker", 1)]
+    assert all(p["patched"] for p in status["processes"])
+    assert status["engine"] == {
+        "name": "vllm",
+        "version": "0.32.0",
+        "verified": True,
+        "level": status["engine"]["level"],
+    }
+    assert status["mode"] == "cold"
+
+
+def test_doctor_finds_every_target(server: Server) -> None:
+    found = server.cli("doctor", "--", *server.command())
+    targets = [line for line in found.stdout.splitlines() if " target " in line]
+    assert len(targets) > 15
+    assert [line for line in targets if not line.startswith("ok ")] == []
+
+
+def test_idle_cycles(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    """Three times: nothing left while prepared, the same names and the same answers after, nothing that grows."""
+    before = server.rpc("user_groups")
+    growth = []
+    for _ in range(3):
+        old = server.seen()
+        rings = [set(found["rings"]) for found in server.rpc("user_groups")]
+        assert all(rings)
+        assert all(ring in seen.shm for ring, seen in zip(rings[0], old, strict=False))
+        assert all(seen.sockets for seen in old), "there was a transport to lose"
+        server.prepare()
+        prepared = server.seen()
+        for gone, was, seen in zip(rings, old, prepared, strict=True):
+            assert seen.tcp == []
+            assert seen.gloo_threads == 0
+            assert seen.sockets & was.sockets == set()
+            assert not gone & seen.shm
+            assert not [ring for ring in gone if os.path.exists(ring)]  # noqa: PTH110
+        server.restore()
+        assert {prompt: server.ask(prompt) for prompt in PROMPTS} == answers
+        for was, seen in zip(old, server.seen(), strict=True):
+            assert seen.sockets
+            assert seen.sockets & was.sockets == set(), "the old transport is dead, another one answered"
+        again = server.rpc("user_groups")
+        assert [found["names"] for found in again] == [found["names"] for found in before], "same objects, same names"
+        assert not set(again[0]["rings"]) & rings[0]
+        growth.append([(sum(seen.threads.values()), seen.mappings) for seen in server.seen()])
+    print("threads and mappings of each rank after each cycle:", growth)
+    for rank in (0, 1):
+        (first_threads, first_mappings), (threads, mappings) = growth[0][rank], growth[-1][rank]
+        assert threads <= first_threads
+        assert mappings - first_mappings <= 2 * 8, "what the library can't give back: some mappings a cycle"
+
+
+def test_under_load(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    """Four answers stream and finish; three requests come meanwhile, wait, and are answered once, after the restore."""
+    streams = [Stream(server, prompt, 180) for prompt in PROMPTS]
+    wait_until(lambda: all(stream.tokens for stream in streams))
+    server.signal(signal.SIGUSR1)
+    wait_until(lambda: server.status()["state"] == "preparing")
+    # The gate closes within a step or two; thirty steps later it is closed, and the streams still run.
+    begun = [len(stream.tokens) for stream in streams]
+    wait_until(lambda: all(len(stream.tokens) > count + 30 for stream, count in zip(streams, begun, strict=True)))
+    assert server.status()["state"] == "preparing"
+    assert not any(stream.done for stream in streams)
+    waiting = [later(lambda prompt=prompt: server.ask(prompt)) for prompt in PROMPTS[:3]]  # type: ignore[misc]
+    wait_until(lambda: server.status()["state"] == "prepared", 60, server.words)
+    drained = server.step("drain")
+    assert [len(stream.result(10)) for stream in streams] == [180] * 4, "complete, and before the restore"
+    assert drained["parked"] == 0
+    assert not any(future.done() for future in waiting)
+    server.restore()
+    assert server.step("open admission")["replayed"] == 3
+    assert [future.result(60) for future in waiting] == [answers[prompt] for prompt in PROMPTS[:3]]
+
+
+def test_calls_of_the_user_wait_while_prepared(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    """A call that reached a prepared worker would kill the server: all of them wait, health does not."""
+    server.prepare()
+    calls = [
+        later(lambda: server.rpc("user_greets", "hello")),
+        later(lambda: server.http("POST", "/pause?mode=keep")),
+        later(lambda: server.http("POST", "/reset_prefix_cache")),
+    ]
+    asked = later(lambda: server.ask())
+    assert server.http("GET", "/health", seconds=10)[0] == 200
+    assert server.cli("wait", "ready", "--timeout", "0").returncode != 0
+    assert server.cli("wait", "prepared", "--timeout", "0").returncode == 0
+    assert not any(call.done() for call in [*calls, asked])
+    server.restore()
+    assert [found["rank"] for found in calls[0].result(30)] == [0, 1]
+    assert calls[1].result(30)[0] == 200
+    assert calls[2].result(30)[0] == 200
+    assert server.http("POST", "/resume")[0] == 200
+    assert asked.result(60) == answers[PROMPTS[0]]
+
+
+def test_the_users_extension_answers(server: Server) -> None:
+    found = server.rpc("user_greets", "hello")
+    assert [(entry["word"], entry["rank"]) for entry in found] == [("hello", 0), ("hello", 1)]
+    assert [entry["pid"] for entry in found] == server.workers
+
+
+def test_a_paused_engine_stays_paused(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    assert server.http("POST", "/pause?mode=keep")[0] == 200
+    asked = later(lambda: server.ask(PROMPTS[1]))
+    server.prepare()
+    server.restore()
+    assert server.http("GET", "/is_paused")[1] == {"is_paused": True}
+    assert not asked.done()
+    assert server.http("POST", "/resume")[0] == 200
+    assert asked.result(60) == answers[PROMPTS[1]]
+
+
+@pytest.mark.parametrize(
+    ("plant", "remove", "words"),
+    [
+        ("user_plants_group", "user_removes_group", "belongs to no coordinator"),
+        ("user_plants_holder", "user_removes_holder", "TCP socket"),
+        ("user_plants_queue_holder", "user_removes_holder", "MessageQueue is still referenced"),
+    ],
+)
+def test_a_leftover_makes_prepare_refuse(
+    server: Server, answers: dict[str, tuple[int, ...]], plant: str, remove: str, words: str
+) -> None:
+    """The reason names the process and what it holds; the server goes on as before, and prepares once it is gone."""
+    server.rpc(plant)
+    last = server.act(signal.SIGUSR1, "serving")
+    assert last["ok"] is False
+    assert words in last["error"]
+    for pid in server.workers:
+        assert f"process {pid} still holds" in last["error"]
+    assert {prompt: server.ask(prompt) for prompt in PROMPTS} == answers
+    shown = server.cli("prepare")
+    assert shown.returncode != 0
+    assert words in shown.stderr
+    server.rpc(remove)
+    server.prepare()
+    server.restore()
+    assert server.ask() == answers[PROMPTS[0]]
+
+
+def test_the_command_line(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    assert server.cli("prepare").returncode == 0
+    assert server.status()["state"] == "prepared"
+    assert server.cli("restore").returncode == 0
+    assert server.ask() == answers[PROMPTS[0]]
+
+
+def test_a_worker_that_dies_while_prepared_ends_everything(server: Server) -> None:
+    server.prepare()
+    os.kill(server.pid("worker", 1), signal.SIGKILL)
+    assert server.wait_exit(60) not in (0, None)
+    wait_until(lambda: not server.alive(), 10)
+    assert [pid for pid in server.members if procfs.alive(pid)] == []
+    assert [path for path in Path("/dev/shm").iterdir() if path.name.startswith("nvsnap-")] == []
