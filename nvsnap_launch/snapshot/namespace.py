@@ -6,6 +6,7 @@ and dies with the outer one (PR_SET_PDEATHSIG), and the kernel then ends everyth
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import os
@@ -134,8 +135,10 @@ def keep_clear(ids: list[int]) -> None:
 
 def clear_start(ids: list[int], last: int, limit: int) -> int | None:
     """The process number after which HEADROOM numbers are free of ``ids``; None to leave it where it is."""
-    candidates = [last, *(number for number in sorted(ids, reverse=True)), RESERVED_PIDS]
-    for start in candidates:
-        if start + HEADROOM < limit and not any(start < number <= start + HEADROOM for number in ids):
+    ordered = sorted(ids)
+    for start in (last, *reversed(ordered), RESERVED_PIDS):
+        index = bisect.bisect_right(ordered, start)
+        clear = index == len(ordered) or ordered[index] > start + HEADROOM
+        if clear and start + HEADROOM < limit:
             return None if start == last else start
     return None

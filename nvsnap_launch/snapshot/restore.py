@@ -158,7 +158,8 @@ class Restoration:
                 self.control.lock()
                 return
             except ControlDirectoryError as error:
-                if "in use" not in str(error) or time.monotonic() > deadline:
+                ending = (self.control.dump() or {}).get("phase") == "done" and "in use" in str(error)
+                if not ending or time.monotonic() > deadline:
                     raise SnapshotError(str(error), EXIT_REFUSED) from error
                 time.sleep(POLL_SECONDS)
 

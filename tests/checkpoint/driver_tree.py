@@ -1,5 +1,6 @@
 """A small engine tree that plays the control protocol, without an engine: a leader with a control thread, a listener, a
-child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [inotify] [uring] [tcp] [leak].
+child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf]: deaf
+prepares, but never restores.
 
 Commands on a connection, one a line: ``get`` answers one JSON line, ``set TEXT`` writes shared memory, ``exit N`` ends the tree.
 """
@@ -79,6 +80,8 @@ class Leader:
             server = socket.create_server(("127.0.0.1", 0))
             client = socket.create_connection(server.getsockname())
             return server, client, server.accept()
+        if name == "deaf":
+            return name
         if name == "big":
             return bytearray(os.urandom(1 << 20)) * 48
         raise SystemExit(f"unknown extra {name}")
@@ -140,6 +143,8 @@ class Leader:
             self.act("prepare" if number == CONFIG["prepare_signal"] else "restore", [])
 
     def act(self, action: str, requests: list) -> None:
+        if action == "restore" and "deaf" in self.extras:
+            return
         with self.lock:
             wanted = "prepared" if action == "prepare" else "serving"
             if self.state != wanted:

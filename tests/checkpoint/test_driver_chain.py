@@ -162,3 +162,29 @@ def test_criu_failing_at_the_restore_leaves_nothing(lab: Lab) -> None:
     assert "Error (" in failed.stderr, "CRIU's own words"
     assert lab.stand_ins() == []
     assert lab.left_in_shm() == []
+
+
+def test_a_server_that_does_not_come_back_is_ended_with_74(lab: Lab) -> None:
+    launcher = lab.launch("deaf")
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    failed = lab.run("snapshot", "restore", str(lab.image), "--wait-timeout", "1")
+    assert failed.returncode == 74
+    assert "does not serve" in failed.stderr
+    assert lab.stand_ins() == []
+    assert lab.left_in_shm() == []
+
+
+def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    mark, slow = lab.folder / "restoring", lab.folder / "slow-criu"
+    slow.write_text(f'#!/bin/sh\n[ $1 = restore ] && {{ touch {mark}; sleep 60; }}\nexec {lab.criu} "$@"\n')
+    slow.chmod(0o755)
+    restorer = lab.start("restore", "snapshot", "restore", str(lab.image), "--criu", str(slow))
+    wait_until(mark.exists, "the start of CRIU")
+    assert stop(restorer) == 128 + signal.SIGTERM
+    assert lab.stand_ins() == []
+    lab.restore("again")
+    assert lab.ask()["mode"] == "restored", "the image is as good as before"
