@@ -62,7 +62,7 @@ class Line:
 def examine(settings: Settings, argv: Sequence[str]) -> list[Line]:
     """Everything that is checked, in the order in which it is shown. Starts the engine's Python when there is one."""
     lines = [Line(name, None, _shown(name, value)) for name, value in settings.model_dump().items()]
-    lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges(), _criu(settings)]
+    lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges(), _criu(settings), _gpus()]
     if argv:
         lines += _command(argv)
     else:
@@ -131,6 +131,12 @@ def _criu(settings: Settings) -> Line:
     except SnapshotError as error:
         return Line("CRIU", False, str(error))
     return Line("CRIU", True, f"{found.version_text} ({found.path})")
+
+
+def _gpus() -> Line:
+    cards = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    driver = _read("/proc/driver/nvidia/version").partition("\n")[0].removeprefix("NVRM version:").strip()
+    return Line("GPUs", None, f"{len(cards)}, driver {' '.join(driver.split())}" if cards else "none")
 
 
 def _command(argv: Sequence[str]) -> list[Line]:

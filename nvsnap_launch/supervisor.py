@@ -125,6 +125,21 @@ class Supervisor:
     # The loop
 
     def _supervise(self) -> int:
+        """Whatever happens here, no engine is left behind without a parent that ends it."""
+        try:
+            return self._attend()
+        except Exception as error:
+            import traceback
+
+            self._console.say(f"internal error, the engine is ended: {error!r}\n{traceback.format_exc()}")
+            while rest := self._tree.live():
+                for pid in rest:
+                    send(pid, signal.SIGKILL)
+                self._wait_a_little()
+            self._console.close()
+            return protocol.EXIT_BUG
+
+    def _attend(self) -> int:
         while not self._ended:
             info = signals.next_signal(self._pause())
             if info is not None:
@@ -223,6 +238,8 @@ class Supervisor:
 
     def _look(self) -> None:
         """Relay what is held; answer in place of a leader that will never come."""
+        if not self._held and self._tree.leader_seen and procfs.alive(self._tree.leader_seen):
+            return  # it takes the files itself
         leader = self._tree.leader()
         if leader:
             self._relay(leader)

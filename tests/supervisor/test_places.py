@@ -191,3 +191,33 @@ def test_a_tree_that_came_to_us_can_be_adopted(launcher: Launcher, tmp_path: Pat
     launcher.signal(signal.SIGTERM)
     assert launcher.end()[:2] == (21, "bye\n")
     wait_until(lambda: launcher.status().get("state") == "ended")
+
+
+def test_a_bug_of_ours_leaves_no_engine_behind(launcher: Launcher, tmp_path: Path) -> None:
+    broken = """
+        import sys
+        from nvsnap_launch.controldir import ControlDirectory
+        from nvsnap_launch.settings import Settings
+        from nvsnap_launch.supervisor import Supervisor
+
+        class Broken(Supervisor):
+            def _on_signal(self, info):
+                raise RuntimeError("a bug")
+
+        control = ControlDirectory("control")
+        control.create()
+        sys.exit(Broken(Settings.load(), control).run(["sh", "-c", "sleep 1000 & echo $! > up; wait"]))
+    """
+    launcher.process = subprocess.Popen(
+        [sys.executable, launcher.script("broken.py", broken)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    helper = int(launcher.wait_file("up"))
+    launcher.signal(signal.SIGHUP)
+    status, _, err = launcher.end()
+    assert status == 70
+    assert "a bug" in err
+    assert not procfs.alive(helper)

@@ -122,6 +122,7 @@ def test_doctor_knows_the_engine_of_a_command(tmp_path: Path) -> None:
     assert "drain_s: 5" in out
     assert "prepare_signal: SIGUSR1" in out
     assert f"vllm is not installed in {sys.prefix}" in out
+    assert " GPUs: " in out
     assert "engine" in err
 
 
