@@ -18,9 +18,11 @@ async def run_server(config, port):
     loop = asyncio.get_running_loop()
     listener = socket.create_server(("127.0.0.1", port))
     if (code := standin.start_code()) is not None:
-        sys.exit(f"the stand-in fails at its start, with status {code}" if code == 1 else code)
+        print(f"the stand-in fails at its start, with status {code}", file=sys.stderr)
+        sys.exit(code)
     llm = AsyncLLM(config, None)
-    server = Server(Frontend(llm).handle)
+    frontend = Frontend(llm)
+    frontend.server = server = Server(frontend.handle)
     loop.add_signal_handler(signal.SIGTERM, server.should_exit.set)
     loop.add_signal_handler(signal.SIGINT, server.should_exit.set)
     standin.own_handlers()
@@ -38,7 +40,7 @@ async def _leave_when_dead(llm, server):
 
 class Frontend:
     def __init__(self, llm):
-        self.llm = llm
+        self.llm, self.server = llm, None
 
     async def handle(self, reader, writer):
         try:
@@ -71,6 +73,10 @@ class Frontend:
         core = self.llm.engine_core
         if path == "/health":
             return 503 if core.dead.is_set() else 200, {}
+        if path == "/close_listener":
+            for server in self.server.servers:
+                server.close()
+            return 200, {}
         if path == "/counts":
             return 200, await core.call_utility_async("get_counts")
         if path == "/environment":

@@ -1,0 +1,94 @@
+"""Engines for the tests: one that many share, fresh ones that are started ahead, and special ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contract_harness import Engine
+
+SERVE = ("--token-seconds", "0.02")
+SECRET = "hf-secret-that-must-not-show"
+VARIABLES = {"HF_TOKEN": SECRET, "POD_IP": "1.1.1.1", "SITE_ZONE": "old"}
+OPTIONS = ("--env-allow", "SITE_ZONE")
+
+
+class Pool:
+    """Starts the next fresh engine while the current test waits for its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._spare: Engine | None = None
+        self.all: list[Engine] = []
+
+    def standard(self) -> Engine:
+        engine = self.new().start(*SERVE, options=OPTIONS, **VARIABLES)
+        return engine
+
+    def new(self) -> Engine:
+        self._count += 1
+        engine = Engine(self._folder / str(self._count))
+        self.all.append(engine)
+        return engine
+
+    def take(self) -> Engine:
+        engine, self._spare = self._spare or self.standard(), None
+        return engine.serving()
+
+    def provide(self) -> None:
+        self._spare = self._spare or self.standard()
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    started = Pool(tmp_path_factory.mktemp("engines"))
+    yield started
+    for engine in started.all:
+        engine.kill()
+
+
+@pytest.fixture(scope="session")
+def _common(pool: Pool) -> dict[str, Engine]:
+    return {}
+
+
+@pytest.fixture
+def shared(pool: Pool, _common: dict[str, Engine]) -> Iterator[Engine]:
+    """A serving engine with two ranks that other tests use too: every test leaves it serving."""
+    engine = _common.get("engine")
+    if engine is None or not engine.running():
+        engine = _common["engine"] = pool.standard().serving()
+    assert engine.status()["state"] == "serving"
+    yield engine
+    engine.faults.unlink(missing_ok=True)
+    if engine.running() and engine.status()["state"] == "serving":
+        engine.answers()
+        return
+    engine.kill()
+    pytest.fail(f"the shared engine is left {engine.status().get('state')}:\n{engine.output()}")
+
+
+@pytest.fixture
+def fresh(pool: Pool) -> Iterator[Engine]:
+    """A serving engine with two ranks that may die."""
+    engine = pool.take()
+    pool.provide()
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture
+def start(pool: Pool) -> Iterator[Callable[..., Engine]]:
+    """Start an engine as the test wants it; it is not waited for."""
+    mine: list[Engine] = []
+
+    def begin(*serve: str, **how: object) -> Engine:
+        engine = pool.new()
+        mine.append(engine)
+        return engine.start(*SERVE, *serve, **how)  # type: ignore[arg-type]
+
+    yield begin
+    for engine in mine:
+        engine.kill()

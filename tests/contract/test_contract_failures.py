@@ -1,0 +1,289 @@
+"""Atomic: what goes wrong while it prepares ends in serving as before, on all ranks, with the reason; else in a status."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from contract_harness import Engine, standin_of_version, until, zombies
+
+from nvsnap_launch.hooktree import procfs
+
+Start = Callable[..., Engine]
+RESOURCES = ("broadcasters", "cpu_shm", "groups")
+
+
+# -- refused, and serving ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_a_release_that_raises_on_one_rank(shared: Engine, resource: str, rank: int) -> None:
+    shared.faults.write_text(f"{resource}.release:raise:{rank}:once")
+    reason = shared.refused()
+    assert f"release failed on rank {rank} (process {shared.processes('worker')[rank]})" in reason
+    assert f"planted at {resource}.release" in reason
+
+
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_a_leftover_on_one_rank(shared: Engine, resource: str) -> None:
+    shared.faults.write_text(f"{resource}.residue:residue:1")
+    reason = shared.refused()
+    worker = shared.processes("worker")[1]
+    assert f"process {worker} still holds" in reason
+    assert "a planted leftover" in reason
+    held = {process["pid"]: process["residue"] for process in shared.status()["processes"]}
+    assert "a planted leftover" in held.pop(worker)[0]
+    assert not any(held.values())
+
+
+def test_a_transport_that_stays_open(shared: Engine) -> None:
+    """A real leftover: a group is destroyed and its connection is not closed."""
+    shared.faults.write_text("transport.close:leak:1:once")
+    reason = shared.refused()
+    assert f"process {shared.processes('worker')[1]} still holds: torch groups: TCP socket" in reason
+    assert "ESTABLISHED" in reason or "CLOSE_WAIT" in reason
+    shared.faults.unlink()
+    shared.prepare()
+    shared.restore()
+
+
+def test_refused_twice_then_done(shared: Engine) -> None:
+    """Each attempt starts from a whole engine, and requests that waited meanwhile are answered."""
+    shared.faults.write_text("groups.release:raise:1:once")
+    before = shared.generation()
+    shared.refused()
+    shared.faults.write_text("cpu_shm.residue:residue:0")
+    shared.refused()
+    shared.faults.unlink()
+    shared.prepare()
+    waits = shared.answer("waits", 2)
+    shared.restore()
+    waits.result()
+    assert shared.generation() == before + 4
+
+
+def test_a_failed_request_says_so_to_who_asked(shared: Engine) -> None:
+    shared.faults.write_text("groups.residue:residue:1")
+    found = shared.command("prepare")
+    assert found.returncode == 1
+    assert found.stderr.count("\n") == 1
+    assert "prepare failed" in found.stderr
+    assert "a planted leftover" in found.stderr
+    shared.faults.unlink()
+    assert shared.command("prepare").returncode == 0
+    assert shared.command("restore").returncode == 0
+
+
+def test_a_guard_that_was_killed_is_started_again(shared: Engine) -> None:
+    guard = shared.read("leader.json")["guard_pid"]
+    shared.signal(signal.SIGKILL, guard)
+    until(lambda: not procfs.alive(guard))
+    shared.prepare()
+    assert any("guard.py" in " ".join(procfs.command(pid)) for pid in shared.tree() if procfs.alive(pid))
+    shared.restore()
+
+
+@pytest.mark.parametrize("how", ["-E", "-I", "-S", "wiped"])
+def test_a_worker_without_hooks(start: Start, how: str) -> None:
+    engine = start(ranks=1, STANDIN_WORKER=how).serving()
+    found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))
+    assert (found["state"], found["last"]["ok"]) == ("serving", False)
+    known = {process["pid"] for process in found["processes"]}
+    worker = next(p for p in engine.tree() if p not in known and "spawn_main" in " ".join(procfs.command(p)))
+    assert f"process {worker} (" in found["last"]["error"]
+    assert "runs without hooks" in found["last"]["error"]
+    engine.answers(ranks=1)
+    assert engine.stop() == 0
+
+
+def test_a_shape_that_is_not_covered(start: Start) -> None:
+    engine = start("--data-parallel-size", "2", ranks=1).serving()
+    found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))
+    assert (found["state"], found["last"]["error"]) == ("serving", "data parallelism is not supported")
+    engine.answers(ranks=1)
+
+
+# -- versions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "dev", "0.32.1.dev3", None])
+def test_a_version_that_is_not_in_the_table(start: Start, tmp_path: Path, version: str | None) -> None:
+    """Runs, unpatched; a prepare is refused with the reason."""
+    engine = start(ranks=1, standin=standin_of_version(tmp_path / "tree", version))
+    until(lambda: engine.status().get("state") == "serving")
+    until(lambda: _answers(engine))
+    found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))
+    assert (found["state"], found["last"]["ok"]) == ("serving", False)
+    assert found["last"]["error"].startswith(f"vLLM {version or 'of unknown version'} is not verified")
+    assert found["engine"]["verified"] is False
+    assert all(not list(engine.read(f"processes/{p['pid']}.json")["patches"]) for p in found["processes"])
+    engine.answers(ranks=1)
+    assert engine.stop() == 0
+
+
+def _answers(engine: Engine) -> bool:
+    try:
+        return engine.get("/health")[0] == 200
+    except OSError:
+        return False
+
+
+def test_a_build_of_a_verified_version(start: Start, tmp_path: Path) -> None:
+    engine = start(ranks=1, standin=standin_of_version(tmp_path / "tree", "0.32.0+local")).serving()
+    assert engine.prepare()["engine"] == {"name": "vllm", "version": "0.32.0+local", "verified": True, "level": "criu"}
+    engine.restore()
+
+
+def test_unverified_refuse(start: Start, tmp_path: Path) -> None:
+    engine = start(ranks=1, standin=standin_of_version(tmp_path / "tree", "0.19.1"), NVSNAP_UNVERIFIED="refuse")
+    assert engine.ended() == 69
+    assert "vLLM 0.19.1 is not verified" in engine.output()
+    assert "Traceback" not in engine.output()
+
+
+def test_more_is_asked_than_is_verified(start: Start) -> None:
+    engine = start(ranks=1, NVSNAP_REQUIRE_LEVEL="gpu", NVSNAP_UNVERIFIED="refuse")
+    assert engine.ended() == 69
+    assert "is verified at level criu, gpu is required" in engine.output()
+
+
+# -- the end of the tree ----------------------------------------------------------------------------
+
+
+def _over(engine: Engine, code: int) -> str:
+    """It ended with this status, said why, and left nothing: no process, no zombie."""
+    assert engine.ended() == code, engine.output()
+    status = engine.status()
+    assert status["state"] == "failed"
+    assert status["snapshot_ready"] is False
+    assert not engine.left()
+    return engine.output()
+
+
+@pytest.mark.parametrize("resource", ["cpu_shm", "groups"])
+def test_a_prepare_that_cannot_be_undone(fresh: Engine, resource: str) -> None:
+    fresh.faults.write_text(f"{resource}.release:raise:1")
+    fresh.signal(signal.SIGUSR1)
+    assert "could not be undone" in _over(fresh, 75)
+    assert fresh.read("verdict.json")["exit_code"] == 75
+
+
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_a_restore_that_fails_on_one_rank(fresh: Engine, resource: str) -> None:
+    """Never half-built: the request that waits is not answered, the end has a status."""
+    fresh.prepare()
+    waits = fresh.answer("waits", 2)
+    fresh.faults.write_text(f"{resource}.reacquire:raise:1")
+    fresh.signal(signal.SIGUSR2)
+    said = _over(fresh, 74)
+    assert "restore failed: reacquire failed on rank 1" in said
+    assert f"planted at {resource}.reacquire" in said
+    waits.join(5)
+    assert waits.error is not None or not any("tokens" in line for line in waits.lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("groups.release:{}:1", 75), ("groups.reacquire:{}:1", 74)],
+    ids=["prepare", "restore"],
+)
+@pytest.mark.parametrize("kind", ["hang", "hang_gil"])
+def test_a_rank_that_hangs(fresh: Engine, kind: str, fault: str, code: int) -> None:
+    """The deadline is held from outside; the stacks say where it hangs, though it holds the GIL."""
+    if code == 74:
+        fresh.prepare()
+    worker = fresh.processes("worker")[1]
+    fresh.faults.write_text(fault.format(kind))
+    fresh.signal(signal.SIGUSR1 if code == 75 else signal.SIGUSR2)
+    said = _over(fresh, code)
+    assert "standin_hangs" in said, said
+    assert f"stacks of process {worker}" in said
+
+
+@pytest.mark.parametrize("fault", ["groups.release:kill:1", "groups.reacquire:kill:0"])
+def test_a_rank_that_dies_in_the_middle(fresh: Engine, fault: str) -> None:
+    if "reacquire" in fault:
+        fresh.prepare()
+    fresh.faults.write_text(fault)
+    fresh.signal(signal.SIGUSR2 if "reacquire" in fault else signal.SIGUSR1)
+    _over(fresh, 74 if "reacquire" in fault else 75)
+
+
+@pytest.mark.parametrize("state", ["serving", "prepared"])
+@pytest.mark.parametrize("role", ["worker", "core", "leader"])
+def test_a_process_that_is_killed(fresh: Engine, role: str, state: str) -> None:
+    """Public case 12. The stand-in's server exits 0 when its core is dead, as vLLM's: the launcher does not."""
+    if state == "prepared":
+        fresh.prepare()
+    victim = fresh.processes(role)[-1]
+    fresh.signal(signal.SIGKILL, victim)
+    code = fresh.ended()
+    assert code == (137 if role == "leader" else 1), fresh.output()
+    assert fresh.status()["state"] == "failed"
+    if role != "leader":
+        assert f"process {victim} ({role}" in fresh.output() or "died" in fresh.output()
+
+
+def test_a_listener_that_is_gone_when_it_is_restored(fresh: Engine) -> None:
+    """Public case 15: restored is said only when the port answers."""
+    fresh.prepare()
+    assert fresh.get("/close_listener")[0] == 200
+    fresh.signal(signal.SIGUSR2)
+    assert "a listening socket of the server is gone" in _over(fresh, 74)
+
+
+def test_term_while_prepared(fresh: Engine) -> None:
+    """A drain, not a failure: the engine's own status, and nothing left."""
+    fresh.prepare()
+    assert fresh.stop() == 0
+    assert fresh.status()["state"] == "ended"
+
+
+def test_no_zombies_while_it_runs(shared: Engine) -> None:
+    until(lambda: not zombies(shared.tree()))
+
+
+# -- the engine's own end ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [1, 7])
+def test_an_engine_that_fails_at_its_start(start: Start, code: int) -> None:
+    engine = start(ranks=1, STANDIN_FAULT=f"start:exit:{code}")
+    assert engine.ended() == code
+    assert (f"fails at its start, with status {code}") in engine.output()
+    found = engine.status()
+    assert (found["state"], found["exit"]["code"]) == ("failed", code)
+
+
+def test_a_usage_error_of_the_engine(start: Start) -> None:
+    engine = start("--no-such-option", ranks=1)
+    assert engine.ended() == 2
+    assert "--no-such-option" in engine.output()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ["bash", "-c", "vllm serve M --port {port}"],
+        ["bash", "-c", "exec vllm serve M --port {port}"],
+        ["sh", "-c", "vllm serve M --port {port} && echo done"],
+        ["python3", "-m", "vllm.entrypoints.cli.main", "serve", "M", "--port", "{port}"],
+    ],
+    ids=["bash", "exec", "and", "module"],
+)
+def test_an_engine_behind_a_shell(start: Start, pool: object, shape: list[str]) -> None:
+    """Public case 1: the signal reaches the server whatever sits between, and TERM ends it."""
+    from contract_harness import free_port
+
+    port = free_port()
+    engine = start(command=[word.format(port=port) for word in shape])
+    engine.port = port
+    engine.serving()
+    engine.prepare()
+    engine.restore()
+    engine.answers(ranks=1)
+    assert engine.stop() in (0, 143)
