@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -109,6 +110,27 @@ def _connect(plan: Plan) -> None:
     for target, source in ((1, plan.stdout), (2, plan.stderr)):
         if source is not None:
             os.dup2(source, target)
+    _close_leaked(plan)
+
+
+def _close_leaked(plan: Plan) -> None:
+    """A descriptor that our caller leaked (a lock, a pipe) would be in the image, and hold up every restore.
+
+    Those that the command is told about stay: /dev/fd/N among its arguments.
+    """
+    words = b" ".join(plan.argv)
+    named = {int(number) for number in re.findall(rb"/(?:dev|proc/self)/fd/(\d+)", words)}
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number > 2 and number not in named and not _closes_on_exec(number):
+            os.close(number)
+
+
+def _closes_on_exec(number: int) -> bool:
+    try:
+        return not os.get_inheritable(number)
+    except OSError:
+        return True
 
 
 def _block_io_uring(report: int) -> None:

@@ -129,7 +129,8 @@ class Control:
         actions: set[str] = set()
         while self._signals:
             found = signal.sigtimedwait(self._signals, seconds)
-            if found is None:
+            # A thaw can end the call with a signal number of 0 (seen with CRIU 4.2.1 on Linux 6.18): that is none.
+            if found is None or found.si_signo not in self._signals:
                 return actions
             actions.add(self._signals[found.si_signo])
             seconds = 0
