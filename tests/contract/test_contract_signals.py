@@ -266,7 +266,9 @@ def test_agent_nvsnap_restores_on_evidence_only(start: Start) -> None:
     engine = start(ranks=1, NVSNAP_AGENT="nvsnap").serving()
     engine.prepare()
     for target in (engine.pid, engine.leader):
-        noted = engine.noted(lambda target=target: engine.signal(USR2, target), "restore signal without evidence: ignored")
+        noted = engine.noted(
+            lambda target=target: engine.signal(USR2, target), "restore signal without evidence: ignored"
+        )
         assert noted
     assert (engine.status()["state"], engine.generation()) == ("prepared", 1)
     found = engine.act("restore", lambda: engine.metadata.write_text('{"incarnation": "new"}'))

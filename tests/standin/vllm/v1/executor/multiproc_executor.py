@@ -20,9 +20,10 @@ class MultiprocExecutor:
         self._stopping = False
         self.workers, self._pipes = [], []
         size = vllm_config.parallel_config.tensor_parallel_size
-        with tempfile.TemporaryDirectory() as folder, _WorkersStarted():
+        with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
-                self._start(rank, size, f"file://{folder}/rendezvous")
+                with _OutOfReach(rank):
+                    self._start(rank, size, f"file://{folder}/rendezvous")
             for pipe in self._pipes:
                 pipe.recv()
         threading.Thread(target=self._watch, args=(failure_callback,), daemon=True).start()
@@ -71,16 +72,19 @@ class MultiprocExecutor:
                 worker.join()
 
 
-class _WorkersStarted:
-    """STANDIN_WORKER: start the workers so that no hooks reach them."""
+class _OutOfReach:
+    """STANDIN_WORKER: start this rank so that no hooks reach it."""
+
+    def __init__(self, rank):
+        ways = os.environ.get("STANDIN_WORKER", "").split(",")
+        self._how = ways[rank] if rank < len(ways) else ""
 
     def __enter__(self):
-        how = os.environ.get("STANDIN_WORKER", "")
         self._flags, self._kept = multiprocessing.util._args_from_interpreter_flags, dict(os.environ)
-        if how == "wiped":
+        if self._how == "wiped":
             os.environ.clear()
-        elif how:
-            multiprocessing.util._args_from_interpreter_flags = lambda: [how]
+        elif self._how:
+            multiprocessing.util._args_from_interpreter_flags = lambda: [self._how]
 
     def __exit__(self, *_):
         multiprocessing.util._args_from_interpreter_flags = self._flags
