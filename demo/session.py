@@ -129,6 +129,7 @@ class Session:
                 launcher.kill()
             launcher.wait()
         for name in self.left_in_shm():
+            self.report.say(f"removing what it left in /dev/shm: {name}")
             (Path(tree.SHM) / name).unlink(missing_ok=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,28 +34,53 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
-    """Names of the files in /dev/shm that the processes have mapped or open."""
-    names: set[str] = set()
+    """Names of the files in /dev/shm that the processes have mapped or open.
+
+    Told by device and inode: the C library links a semaphore's name to a file that it made under another one, which is
+    what the mapping shows; and a restored tree has a /dev/shm of its own, where the same name is another file.
+    """
+    held: set[tuple[int, int]] = set()
     for process in processes:
         root = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
-            for line in (root / "maps").read_text().splitlines():
-                names.add(line.split(maxsplit=5)[-1])
+            held |= mapped(root / "maps")
         with contextlib.suppress(OSError):
-            for link in (root / "fd").iterdir():
+            for descriptor in (root / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    names.add(str(link.readlink()))
-    return {name.removeprefix(SHM) for name in names if name.startswith(SHM) and not name.endswith(" (deleted)")}
+                    found = descriptor.stat()
+                    held.add((found.st_dev, found.st_ino))
+    return {name for name, identity in there().items() if identity in held}
+
+
+def mapped(maps: Path) -> set[tuple[int, int]]:
+    """Device and inode of each mapping below /dev/shm. Raises OSError when the process is gone."""
+    found = set()
+    for line in maps.read_text().splitlines():
+        _, _, _, device, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(SHM):
+            major, minor = device.split(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    return found
+
+
+def there() -> dict[str, tuple[int, int]]:
+    """What is in /dev/shm: device and inode of each name."""
+    found = {}
+    for path in Path(SHM).iterdir():
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            found[path.name] = (status.st_dev, status.st_ino)
+    return found
 
 
 def left_behind(names: Iterable[str]) -> list[str]:
     """Which of the names are still in /dev/shm."""
-    return sorted({path.name for path in Path(SHM).iterdir()} & set(names))
+    return sorted(there().keys() & set(names))
 
 
 def link_remaps() -> set[str]:
     """Names in /dev/shm that CRIU makes during a dump, whoever asked for it."""
-    return {path.name for path in Path(SHM).iterdir() if path.name.startswith(LINK_REMAP)}
+    return {name for name in there() if name.startswith(LINK_REMAP)}
 
 
 def end(processes: Iterable[psutil.Process], grace: float = 10.0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -229,6 +230,13 @@ def test_shared_memory_of_a_process_is_found_and_missed_when_gone() -> None:
         block.close()
         block.unlink()
     assert tree.left_behind({block.name}) == []
+
+
+def test_semaphore_is_found_though_its_mapping_has_another_name() -> None:
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = "sem." + lock._semlock.name.removeprefix("/")  # type: ignore[attr-defined]
+    assert f"/{name}" not in Path("/proc/self/maps").read_text(), "then this test shows nothing"
+    assert name in tree.shared_memory([psutil.Process()])
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
