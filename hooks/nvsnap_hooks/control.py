@@ -1,12 +1,13 @@
 """The control thread of the engine leader: takes signals and request files, one at a time, and runs the state machine.
 
 Both signals were blocked before the engine was executed and stay blocked in every thread and child, so no handler of the
-engine's can take them and nobody dies of them; this thread waits for them in ``sigtimedwait``. One that came early is pending.
+engine's can take them and nobody dies of them; one thread of ours takes them in ``sigwait``. One that came early is pending.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 
 from . import protocol
 from .machine import Fatal, Machine, end_tree
+from .protocol import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Control:
         self.machine = Machine(config, engine)
         self._guard: subprocess.Popen[bytes] | None = None
         self._signals: dict[int, str] = {}
+        self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._early: set[str] = set()
         if config["agent"] != "files":
             pairs = ((config["prepare_signal"], protocol.PREPARE), (config["restore_signal"], protocol.RESTORE))
             self._signals = {number: action for number, action in pairs if number}
@@ -61,6 +65,8 @@ class Control:
         self.machine.status.update(protocol.STARTING)
         self.ensure_guard()
         self._announce()
+        if self._signals:
+            threading.Thread(target=self._listen, name="nvsnap-signals", daemon=True).start()
         threading.Thread(target=self._run, name="nvsnap-control", daemon=True).start()
 
     def _announce(self) -> None:
@@ -100,11 +106,11 @@ class Control:
         except BaseException as error:
             import traceback
 
-            _say(traceback.format_exc())
+            say(traceback.format_exc())
             self._end(Fatal(protocol.EXIT_BUG, f"our own fault: {type(error).__name__}: {error}"))
 
     def _end(self, fatal: Fatal) -> None:
-        _say(str(fatal))
+        say(str(fatal))
         self._publish_failed(fatal)
         end_tree(self.config["control_dir"], fatal)
 
@@ -116,7 +122,8 @@ class Control:
                 self._hold_early(signalled)
                 return
             self.machine.publish_serving()
-        wanted, requests = self._collect(signalled)
+        wanted, requests = self._collect(signalled | self._early)
+        self._early.clear()
         if protocol.PREPARE in wanted:
             self._say_outcome(self.machine.prepare, requests[protocol.PREPARE])
         if protocol.RESTORE in wanted and self._may_restore(wanted[protocol.RESTORE]):
@@ -124,26 +131,28 @@ class Control:
         elif self.machine.state == protocol.PREPARED and self.machine.restored_by_metadata():
             self._say_outcome(self.machine.restore, [])
 
+    def _listen(self) -> None:
+        """The thread that takes the signals. Without a time limit: CPython 3.11's sigtimedwait returns an uninitialised
+        signal when a stop or a dump interrupts it and its time is up."""
+        while True:
+            self._arrived.put(self._signals[signal.sigwait(self._signals)])
+
     def _wait(self, seconds: float) -> set[str]:
         """Actions that were asked for by signal. Several of one kind are one."""
         actions: set[str] = set()
-        while self._signals:
-            found = signal.sigtimedwait(self._signals, seconds)
-            # A thaw can end the call with a signal number of 0 (seen with CRIU 4.2.1 on Linux 6.18): that is none.
-            if found is None or found.si_signo not in self._signals:
-                return actions
-            actions.add(self._signals[found.si_signo])
-            seconds = 0
-        threading.Event().wait(seconds)
-        return actions
+        try:
+            actions.add(self._arrived.get(timeout=seconds))
+            while True:
+                actions.add(self._arrived.get_nowait())
+        except queue.Empty:
+            return actions
 
     def _hold_early(self, signalled: set[str]) -> None:
-        """The engine is not up yet: a prepare is kept for later, a restore has nothing to restore."""
-        if protocol.RESTORE in signalled:  # undoes the prepare that waits, and does nothing else
+        """The engine is not up yet: a prepare is kept for later; a restore undoes that, and has nothing else to restore."""
+        self._early |= signalled
+        if protocol.RESTORE in self._early:
+            self._early.clear()
             protocol.append_event(self.config["control_dir"], "restore while starting: nothing to restore")
-        elif protocol.PREPARE in signalled:
-            os.kill(self.pid, self.config["prepare_signal"])  # pending again, looked at on the next turn
-            threading.Event().wait(TICK_SERVING)
 
     def _collect(self, signalled: set[str]) -> tuple[dict[str, set[str]], dict[str, list[str]]]:
         """(action -> the channels that asked for it, action -> ids of its request file)."""
@@ -170,7 +179,7 @@ class Control:
         except OSError:
             return None
         if found.st_uid not in (owner, 0):
-            _say(f"the request {action!r} of user {found.st_uid} is ignored: the control directory is not theirs")
+            say(f"the request {action!r} of user {found.st_uid} is ignored: the control directory is not theirs")
             return None
         return [str(value["id"])] if value and value.get("id") else []
 
@@ -187,11 +196,11 @@ class Control:
         action(requests)
         last = self.machine.status.value["last"]
         if last.get("note"):
-            _say(f"{last['action']}: {last['note']}")
+            say(f"{last['action']}: {last['note']}")
         elif last["ok"]:
-            _say(f"{self.machine.state} after {last['seconds']:.2f} s")
+            say(f"{self.machine.state} after {last['seconds']:.2f} s")
         else:
-            _say(f"{last['action']} refused, {self.machine.state}: {last['error']}")
+            say(f"{last['action']} refused, {self.machine.state}: {last['error']}")
 
     def _publish_failed(self, fatal: Fatal) -> None:
         value = self.machine.status.value
@@ -200,10 +209,3 @@ class Control:
             self.machine.status.update(protocol.FAILED, state=protocol.FAILED, last={**last, "evidence": []})
         except OSError:
             pass
-
-
-def _say(text: str) -> None:
-    try:
-        os.write(2, f"nvsnap: {text}\n".encode())
-    except OSError:
-        pass

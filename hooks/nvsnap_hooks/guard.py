@@ -1,8 +1,8 @@
 """A tiny process of its own in the engine's session: it holds the others to their deadlines, also after a restore.
 
-Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``; stands alone: no import from the package, nothing
-open between ticks. It counts ticks of running time, so a freeze does not use up a deadline; the gap that a freeze leaves is noted in
-``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
+Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``. It stands alone: no import from the package, nothing
+open between ticks. It counts ticks of running time, so that a freeze does not use up a deadline; the gap that a freeze leaves
+is noted in ``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 TICK = 0.1
 GAP = 1.5  # seconds without a tick that count as a freeze
 STACKS_SIGNAL = signal.SIGRTMIN + 9
+STACKS_KEPT = 20000  # characters, in the verdict
 
 
 def read(path: str) -> dict[str, object]:
@@ -63,10 +64,11 @@ def stacks(control: str) -> str:
         names = [name for name in os.listdir(folder) if name.endswith(".txt") and name[:-4].isdigit()]
     except OSError:
         return ""
-    for name in names:
-        if int(name[:-4]) in session():
-            kill(int(name[:-4]), STACKS_SIGNAL)
-    time.sleep(0.5)
+    stuck = [int(name[:-4]) for name in names if int(name[:-4]) in session()]
+    for pid in stuck:
+        kill(pid, STACKS_SIGNAL)
+    if stuck:
+        time.sleep(0.5)
     parts = []
     for name in names:
         try:
@@ -85,7 +87,7 @@ def expire(control: str, deadline: dict[str, object]) -> None:
     except OSError:
         pass
     code = deadline.get("exit_code", 74)
-    write(os.path.join(control, "verdict.json"), {"exit_code": code, "reason": reason, "stacks": found[-20000:]})
+    write(os.path.join(control, "verdict.json"), {"exit_code": code, "reason": reason, "stacks": found[-STACKS_KEPT:]})
     for pid in session():
         kill(pid, signal.SIGKILL)
 

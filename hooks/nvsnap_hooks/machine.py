@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from . import coverage, environment, listener, metadata, procfs, protocol, stacks
+from . import coverage, environment, guard, listener, metadata, procfs, protocol, stacks
 from .status import Status
 
 TYPE_CHECKING = False
@@ -404,8 +404,11 @@ def _describe(residue: dict[int, list[str]]) -> str:
 
 
 def end_tree(control_dir: str, fatal: Fatal) -> None:
-    """Leave the verdict, end every other process of the session, then this one."""
-    verdict = {"exit_code": fatal.exit_code, "reason": str(fatal)}
+    """Leave the verdict with the stacks of whoever is stuck, end every other process of the session, then this one."""
+    found = guard.stacks(control_dir)
+    if found:
+        protocol.say(found)
+    verdict = {"exit_code": fatal.exit_code, "reason": str(fatal), "stacks": found[-guard.STACKS_KEPT :]}
     try:
         protocol.write_json(os.path.join(control_dir, protocol.VERDICT_FILE), verdict)
     except OSError:

@@ -10,6 +10,8 @@ import os
 import socket
 import sys
 
+_PF_EXITING = 0x4
+
 TCP_STATES = {
     1: "ESTABLISHED",
     2: "SYN_SENT",
@@ -103,9 +105,14 @@ def stat(pid: int) -> tuple[int, str, int] | None:
 
 
 def alive(pid: int) -> bool:
-    """True while the process runs or is stopped; a zombie has ended."""
-    found = stat(pid)
-    return found is not None and found[1] not in ("Z", "X", "x")
+    """True while the process runs or is stopped; one that is on its way out, or a zombie, has ended.
+
+    The kernel closes a dying process's files, which others notice, before it turns it into a zombie: in between only the
+    flag PF_EXITING (include/linux/sched.h) tells.
+    """
+    text = _read(f"/proc/{pid}/stat")
+    fields = text[text.rfind(b")") + 1 :].split()
+    return len(fields) > 6 and fields[0] not in (b"Z", b"X", b"x") and not int(fields[6]) & _PF_EXITING
 
 
 def parents() -> dict[int, int]:

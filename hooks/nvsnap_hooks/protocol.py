@@ -127,3 +127,11 @@ def pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def say(text: str) -> None:
+    """One message on stderr, where the engine's own log goes. Never on stdout, never an exception."""
+    try:
+        os.write(2, f"nvsnap: {text}\n".encode(errors="replace"))
+    except OSError:
+        pass

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 
 from . import protocol
+from .guard import STACKS_SIGNAL as SIGNAL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import IO
-
-SIGNAL = signal.SIGRTMIN + 9
 
 _armed: dict[int, IO[str]] = {}
 

@@ -11,6 +11,7 @@ import os
 import traceback
 
 from .. import environment, protocol, registry, stacks
+from ..protocol import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
     try:
         report.update(getattr(gate, f"do_{action}")(options) or {})
     except BaseException as error:
-        report.update(ok=False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(limit=12))
+        report.update(ok=False, error=f"{type(error).__name__}: {error}")
+        say(f"{action} failed in the engine core: {traceback.format_exc(limit=12)}")
         if isinstance(error, TimeoutError):
             report["fatal"] = True  # vLLM's RPC is out of step now: the ranks can't be asked again
     finally:

@@ -6,12 +6,11 @@ event loop, so the control thread shares no socket with it.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 
-from .. import control, protocol, registry
+from .. import control, registry
 from . import core
 
 TYPE_CHECKING = False
@@ -228,14 +227,3 @@ class VllmEngine:
         if any("/vllm/" in path and path.endswith(".so") for path in mapped):
             return True
         return any("libtorch_cpu" in path for path in mapped)
-
-
-def log(text: str) -> None:
-    """One line on stderr, where the engine's own log goes."""
-    try:
-        os.write(2, f"nvsnap: {text}\n".encode())
-    except OSError:
-        pass
-
-
-__all__ = ["EngineError", "VllmEngine", "install_refusing", "is_server", "protocol"]

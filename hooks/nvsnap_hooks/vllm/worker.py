@@ -11,6 +11,7 @@ import time
 import traceback
 
 from .. import environment, procfs, protocol, registry, stacks
+from ..protocol import say
 from ..torch.groups import Groups
 from .broadcast import Broadcasters
 from .cpu_shm import CpuShm
@@ -54,7 +55,9 @@ def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
     try:
         getattr(rank, f"do_{action}")(report, options)
     except BaseException as error:
-        report.update(ok=False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(limit=12))
+        report.update(ok=False, error=f"{type(error).__name__}: {error}")
+        # Said here as well: another rank may be waiting for this one, and then nobody gets to read the report.
+        say(f"{action} failed on rank {rank.rank}: {traceback.format_exc(limit=12)}")
     finally:
         stacks.disarm(rank.control_dir)
     report["seconds"] = round(time.monotonic() - started, 4)
@@ -73,7 +76,7 @@ class _Rank:
         self.broadcasters = Broadcasters()
         self.cpu_shm = CpuShm()
         self.groups = Groups()
-        self._mappings_at_start: int | None = None
+        self._begun = False
 
     @classmethod
     def of(cls, wrapper: Any) -> _Rank:
@@ -89,6 +92,7 @@ class _Rank:
         ]
 
     def do_release(self, report: Report, _: dict[str, Any]) -> None:
+        self._begun = True
         coordinators = _coordinators()
         self._run(
             report,
@@ -108,6 +112,7 @@ class _Rank:
             (self.broadcasters.name, self.broadcasters.reacquire),
             ("new transport works", _prove),
         )
+        self._begun = False
 
     def do_residue(self, report: Report, _: dict[str, Any]) -> None:
         report["residue"] = [
@@ -126,8 +131,7 @@ class _Rank:
 
     def _finish_release(self, report: Report) -> None:
         """A rank whose release stopped half way joins the others: only from the same point can all rebuild together."""
-        everything = (self.broadcasters, self.cpu_shm, self.groups)
-        if any(resource.released for resource in everything) and not all(r.released for r in everything):
+        if self._begun and not all(r.released for r in (self.broadcasters, self.cpu_shm, self.groups)):
             self.do_release(report, {})
 
     @staticmethod
