@@ -1,5 +1,5 @@
 """Find the engine's command and execute it in a session of its own."""
-# ruff: noqa: PTH110, PTH112, PTH113, PTH118
+# ruff: noqa: PTH110, PTH112, PTH113, PTH118, PTH208
 # Paths are bytes here, which pathlib does not take: a command may hold any.
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import LEADER, Launcher, wait_until
+from launching import LEADER, ROOT, Launcher, wait_until
 
 from nvsnap_launch.hooktree import procfs
 
@@ -79,7 +79,7 @@ def test_only_the_direct_child_gets_a_forwarded_signal(launcher: Launcher, pytho
 def test_prepare_before_anything_is_up_is_kept_for_the_leader(launcher: Launcher, python: str) -> None:
     """Public case 2: held until the leader can take it, delivered once, never fatal."""
     launcher.start(python, launcher.script("engine.py", LEADER), "0.6")
-    wait_until(lambda: _blocks(launcher.pid, signal.SIGUSR1))
+    launcher.wait_started()
     for _ in range(100):
         launcher.signal(signal.SIGUSR1)
     assert launcher.wait_file("taken") == "SIGUSR1\n"
@@ -89,22 +89,46 @@ def test_prepare_before_anything_is_up_is_kept_for_the_leader(launcher: Launcher
     assert launcher.end()[0] == 0
 
 
-def _blocks(pid: int, number: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:")), 0)
-    return bool(mask >> (number - 1) & 1)
+# Stands in front of click on the launcher's path: says that it is being imported, and waits.
+SLOW_CLICK = """
+    import importlib, sys
+    folder = __file__.rpartition("/")[0]
+    with open(folder + "/importing", "w") as file:
+        file.write("yes\\n")
+    open(folder + "/gate").close()
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    del sys.modules["click"]
+    sys.modules["click"] = importlib.import_module("click")
+"""
 
 
-def test_signals_are_blocked_before_the_slow_imports(launcher: Launcher, python: str) -> None:
-    launcher.start(python, launcher.script("engine.py", COUNTS), "SIGTERM")
-    wait_until(lambda: _blocks(launcher.pid, signal.SIGTERM))
-    assert not any("pydantic" in path for _, _, path in procfs.mappings(launcher.pid))
-    launcher.signal(signal.SIGTERM)
+def _start_slowly(launcher: Launcher, *command: str) -> Path:
+    """A launcher that stands still at its first slow import; open the returned FIFO for writing to let it go on."""
+    launcher.script("click.py", SLOW_CLICK)
+    gate = launcher.folder / "gate"
+    os.mkfifo(gate)
+    launcher.start(*command, extra={"PYTHONPATH": f"{launcher.folder}:{ROOT}"})
+    launcher.wait_file("importing")
+    return gate
+
+
+def test_signals_while_the_launcher_still_imports(launcher: Launcher, python: str) -> None:
+    """Public case 2, the earliest moment: neither fatal nor lost."""
+    gate = _start_slowly(launcher, python, launcher.script("engine.py", LEADER))
+    for _ in range(100):
+        launcher.signal(signal.SIGUSR1)
+    launcher.signal(signal.SIGHUP)
+    launcher.signal(signal.SIGWINCH)
+    gate.write_text("")
+    status = launcher.end()[0]
+    assert status == 128 + signal.SIGHUP  # forwarded to an engine that has no handler yet
+
+
+def test_prepare_while_the_launcher_still_imports(launcher: Launcher, python: str) -> None:
+    gate = _start_slowly(launcher, python, launcher.script("engine.py", LEADER))
     launcher.signal(signal.SIGUSR1)
-    assert launcher.end()[0] in (0, 143)
+    gate.write_text("")
+    assert launcher.wait_file("taken") == "SIGUSR1\n"
 
 
 def test_prepare_reaches_neither_a_plain_command_nor_its_children(launcher: Launcher) -> None:
@@ -175,7 +199,7 @@ def test_an_engine_with_a_wiped_environment_makes_prepare_refuse(launcher: Launc
 def test_an_engine_that_still_loads_its_hooks_is_waited_for(launcher: Launcher, python: str) -> None:
     vllm = launcher.script("vllm", LEADER)
     launcher.start(python, vllm, "0.8")
-    wait_until(lambda: _blocks(launcher.pid, signal.SIGUSR1))
+    launcher.wait_started()
     launcher.signal(signal.SIGUSR1)
     assert launcher.wait_file("taken") == "SIGUSR1\n"
     assert launcher.status().get("last") is None
