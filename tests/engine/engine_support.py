@@ -60,19 +60,22 @@ class Seen:
     threads: Counter[str]
     mappings: int
 
+    @staticmethod
+    def shm_of(pid: int) -> set[str]:
+        return {path.removesuffix(" (deleted)") for _, _, path in procfs.mappings(pid) if path.startswith("/dev/shm/")}
+
     @classmethod
     def of(cls, pid: int) -> Seen:
         connections = [
             (f"{local[0]}:{local[1]}", f"{remote[0]}:{remote[1]}", state)
             for local, remote, state, _ in procfs.tcp_sockets(pid)
         ]
-        mapped = procfs.mappings(pid)
         return cls(
             connections,
             {f"socket:[{inode}]" for *_, inode in procfs.tcp_sockets(pid)},
-            {path.removesuffix(" (deleted)") for _, _, path in mapped if path.startswith("/dev/shm/")},
+            cls.shm_of(pid),
             Counter(_names_of_threads(pid)),
-            len(mapped),
+            len(procfs.mappings(pid)),
         )
 
     @property
@@ -94,7 +97,7 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     port: int = 0
-    members: list[int] = field(default_factory=list)
+    members: dict[int, int] = field(default_factory=dict)  # PID -> start time: the engine writes over its environment
 
     @property
     def control(self) -> Path:
@@ -103,6 +106,8 @@ class Server:
     @property
     def log(self) -> Path:
         return self.folder / "server.log"
+
+    rings: set[Path] = field(default_factory=set)
 
     # -- its life -----------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class Server:
                 start_new_session=True,
             )
         wait_until(self._up, START_S, self.words)
-        self.members = self.tree()
+        self.remember()
 
     def _up(self) -> bool:
         assert self.process is not None
@@ -169,19 +174,36 @@ class Server:
         """Whatever the test did: nothing of it goes on running."""
         if self.process is None:
             return
-        below = {*self.members, *self.tree()}
+        self.remember()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in below:
-            if procfs.alive(pid) and str(self.control) in procfs.environment(pid).get("NVSNAP_HOOKS_CONFIG", ""):
-                os.kill(pid, signal.SIGKILL)
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+        for path in self.rings:
+            path.unlink(missing_ok=True)
 
     def tree(self) -> list[int]:
         return procfs.descendants(self.process.pid) if self.process is not None else []
 
+    def remember(self) -> None:
+        """Note every process of the tree, and the shared memory that it has."""
+        for pid in self.tree():
+            entry = procfs.stat(pid)
+            if entry is not None:
+                self.members[pid] = entry[2]
+            self.rings |= {Path(path) for path in Seen.shm_of(pid)}
+
     def alive(self) -> list[int]:
-        return [pid for pid in self.members if procfs.alive(pid)]
+        """Those of the tree that still run; a number that was given to another process does not count."""
+        entries = {pid: procfs.stat(pid) for pid in self.members if procfs.alive(pid)}
+        return [pid for pid, entry in entries.items() if entry is not None and entry[2] == self.members[pid]]
+
+    def left_in_shm(self) -> list[Path]:
+        ours = [
+            path for path in Path("/dev/shm").iterdir() if path.name.startswith("nvsnap-") and "cpushm" in path.name
+        ]
+        return [path for path in self.rings if path.exists()] + ours
 
     # -- state ----------------------------------------------------------------------------------------
 

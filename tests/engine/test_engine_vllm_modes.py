@@ -8,7 +8,6 @@ import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from engine_support import PROMPTS, ROOT, Engine, Server, Stream, later, wait_until
@@ -106,12 +105,14 @@ def factors(server: Server, environment: dict[str, str]) -> dict[str, object]:
 
 
 def test_term_while_prepared_ends_in_order(compiled: Server) -> None:
+    compiled.remember()
     compiled.prepare()
     started = time.monotonic()
     compiled.signal(signal.SIGTERM)
     assert compiled.wait_exit(60) == 0
     print(f"ended {time.monotonic() - started:.1f} s after TERM, prepared")
     wait_until(lambda: not compiled.alive(), 10)
+    assert compiled.left_in_shm() == []
 
 
 @pytest.fixture(scope="module")
@@ -134,4 +135,4 @@ def test_one_rank(single: Server) -> None:
     single.signal(signal.SIGTERM)
     assert single.wait_exit(60) == 0
     wait_until(lambda: not single.alive(), 10)
-    assert list(Path("/dev/shm").glob("nvsnap-*")) == []
+    assert single.left_in_shm() == []

@@ -21,7 +21,8 @@ from nvsnap_hooks import procfs, protocol
 LEADER = """
     import json, os, subprocess, sys
     control, hooks = sys.argv[1:3]
-    guard = subprocess.Popen([sys.executable, "-I", "-S", os.path.join(hooks, "nvsnap_hooks", "guard.py"), control, str(os.getpid())])
+    script = os.path.join(hooks, "nvsnap_hooks", "guard.py")
+    guard = subprocess.Popen([sys.executable, "-I", "-S", script, control, str(os.getpid())])
     members = [subprocess.Popen([sys.executable, "-c", code, control]).pid for code in sys.argv[3:]]
     print(json.dumps([guard.pid, *members]), flush=True)
     sys.stdin.read()
