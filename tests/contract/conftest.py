@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contract_harness import Engine
@@ -24,7 +25,7 @@ class Pool:
         self.all: list[Engine] = []
 
     def standard(self) -> Engine:
-        engine = self.new().start(*SERVE, options=OPTIONS, **VARIABLES)
+        engine = self.new().start(*SERVE, options=OPTIONS, env=VARIABLES)
         return engine
 
     def new(self) -> Engine:
@@ -84,10 +85,10 @@ def start(pool: Pool) -> Iterator[Callable[..., Engine]]:
     """Start an engine as the test wants it; it is not waited for."""
     mine: list[Engine] = []
 
-    def begin(*serve: str, **how: object) -> Engine:
+    def begin(*serve: str, **how: Any) -> Engine:
         engine = pool.new()
         mine.append(engine)
-        return engine.start(*SERVE, *serve, **how)  # type: ignore[arg-type]
+        return engine.start(*SERVE, *serve, **how)
 
     yield begin
     for engine in mine:

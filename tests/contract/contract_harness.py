@@ -95,7 +95,7 @@ class Engine:
 
     # -- life ---------------------------------------------------------------------------------------
 
-    def environment(self, standin: Path = STANDIN, **extra: str) -> dict[str, str]:
+    def environment(self, standin: Path, extra: dict[str, str]) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if not name.startswith(("NVSNAP_", "STANDIN_"))}
         return {
             **given,
@@ -115,6 +115,7 @@ class Engine:
         command: Sequence[str] | None = None,
         prefix: Sequence[str] = (),
         standin: Path = STANDIN,
+        env: dict[str, str] | None = None,
         **extra: str,
     ) -> Engine:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,7 @@ class Engine:
         with (self.folder / "output").open("wb") as output:
             self.process = subprocess.Popen(
                 argv,
-                env=self.environment(standin, **extra),
+                env=self.environment(standin, {**(env or {}), **extra}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -157,7 +158,11 @@ class Engine:
         """Wait for the launcher's end; returns its exit status. Nothing may be left."""
         assert self.process is not None
         status = self.process.wait(seconds)
-        until(lambda: not self.left(), 2)
+        deadline = time.monotonic() + 2
+        while left := self.left():
+            shown = [(pid, procfs.stat(pid), procfs.command(pid)) for pid in left]
+            assert time.monotonic() < deadline, f"left after exit status {status}: {shown}\n{self.output()}"
+            time.sleep(0.01)
         return status
 
     def left(self) -> list[int]:
@@ -284,7 +289,7 @@ class Engine:
     def command(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nvsnap_launch", *arguments],
-            env=self.environment(**extra),
+            env=self.environment(STANDIN, extra),
             capture_output=True,
             text=True,
             timeout=60,

@@ -38,7 +38,8 @@ def clean(shared: Engine) -> Any:
 
 def _restored(engine: Engine, content: str | bytes) -> dict[str, Any]:
     """A new incarnation in the file restores by itself: no signal is sent."""
-    return engine.act("restore", lambda: _place(engine, content))
+    found: dict[str, Any] = engine.act("restore", lambda: _place(engine, content))
+    return found
 
 
 # -- what is wrong is named ---------------------------------------------------------------------------
@@ -285,6 +286,9 @@ def test_commands_end_to_end(shared: Engine) -> None:
     assert all(word in told.stdout for word in ("prepared", "0.32.0", "worker", "leader"))
     status = json.loads(shared.command("status", "--json").stdout)
     assert status == shared.status()
+    audited = shared.command("audit")
+    assert audited.returncode == 0
+    assert all(str(process["pid"]) in audited.stdout for process in status["processes"])
     assert shared.command("restore").returncode == 0
     assert shared.status()["state"] == "serving"
     late = shared.command("wait", "prepared", "--timeout", "0.2")
