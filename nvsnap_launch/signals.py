@@ -7,8 +7,9 @@ load stays pending instead of ending the launcher. Only the interpreter's own st
 from __future__ import annotations
 
 import os
+import queue
 import signal
-from collections.abc import Callable
+import threading
 
 Mask = set[int]
 
@@ -115,7 +116,27 @@ def name(number: int) -> str:
         return f"signal {number}"
 
 
+class _Listener:
+    """A thread that waits without a time limit: CPython's sigtimedwait returns an uninitialised signal when a stop (or a
+    dump) interrupts it and its time is up meanwhile (3.11, Modules/signalmodule.c), and that could be a TERM nobody sent."""
+
+    arrived: queue.SimpleQueue[signal.struct_siginfo] | None = None
+
+    @classmethod
+    def start(cls) -> queue.SimpleQueue[signal.struct_siginfo]:
+        cls.arrived = queue.SimpleQueue()
+        threading.Thread(target=cls._listen, args=(cls.arrived,), name="signals", daemon=True).start()
+        return cls.arrived
+
+    @staticmethod
+    def _listen(arrived: queue.SimpleQueue[signal.struct_siginfo]) -> None:
+        while True:
+            arrived.put(signal.sigwaitinfo(WAITED))
+
+
 def next_signal(seconds: float) -> signal.struct_siginfo | None:
-    """The next pending signal of WAITED, or None after so many seconds."""
-    wait: Callable[[Mask, float], signal.struct_siginfo | None] = signal.sigtimedwait
-    return wait(WAITED, max(0.0, seconds))
+    """The next pending signal of WAITED, or None after so many seconds. Starts a thread: fork before the first call."""
+    try:
+        return (_Listener.arrived or _Listener.start()).get(timeout=max(0.0, seconds))
+    except queue.Empty:
+        return None

@@ -6,8 +6,9 @@ Does next to nothing: watches for an engine package. A process that never import
 from __future__ import annotations
 
 import os
+import signal
 
-from . import importhook
+from . import importhook, protocol
 
 # Top-level package of an engine -> our package with its adapter: version table, patches, roles.
 ENGINES = {"vllm": "nvsnap_hooks.vllm"}
@@ -21,8 +22,16 @@ def start() -> None:
     if _started_in == os.getpid() or not os.environ.get("NVSNAP_HOOKS_CONFIG"):
         return
     _started_in = os.getpid()
+    _block_signals()
     for package, adapter in ENGINES.items():
         importhook.before(package, _installer(adapter))
+
+
+def _block_signals() -> None:
+    """Again, before there is any thread: dash (Debian 12's /bin/sh) empties the mask of what it starts."""
+    config = protocol.Config.from_environment()
+    if config is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, protocol.waited_signals(config))
 
 
 def _installer(adapter: str) -> importhook.BeforeHook:

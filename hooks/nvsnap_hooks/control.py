@@ -53,15 +53,11 @@ class Control:
         self.config = config
         self.machine = Machine(config, engine)
         self._guard: subprocess.Popen[bytes] | None = None
-        self._signals: dict[int, str] = {}
+        self._signals = protocol.waited_signals(config)
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._early: set[str] = set()
-        if config["agent"] != "files":
-            pairs = ((config["prepare_signal"], protocol.PREPARE), (config["restore_signal"], protocol.RESTORE))
-            self._signals = {number: action for number, action in pairs if number}
 
     def start(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self.machine.status.update(protocol.STARTING)
         self.ensure_guard()
         self._announce()

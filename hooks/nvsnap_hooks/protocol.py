@@ -72,6 +72,14 @@ class Config(dict):  # type: ignore[type-arg]
         return cls(value) if isinstance(value, dict) and value.get("control_dir") else None
 
 
+def waited_signals(config: Config) -> dict[int, str]:
+    """Signal number -> the action it asks for. Empty for an agent that speaks through files alone."""
+    if config["agent"] == "files":
+        return {}
+    pairs = ((config["prepare_signal"], PREPARE), (config["restore_signal"], RESTORE))
+    return {number: action for number, action in pairs if number}
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The object in a file, or None when the file is missing, half-written or not an object."""
     try:
