@@ -70,20 +70,28 @@ class CpuShm:
         if not self.released:
             return {}
         if self._mappings:
-            for mapping in self._mappings:
-                if mapping.content is not None:
-                    _create(self._path(mapping, token), mapping.content)
-            barrier()
-            for mapping in self._mappings:
-                memory.map_file(mapping.start, mapping.size, self._path(mapping, token))
-            barrier()
-            for mapping in self._mappings:
-                if mapping.content is not None:
-                    os.unlink(self._path(mapping, token))
-                    mapping.content.close()
+            try:
+                self._map_fresh(token, barrier)
+            finally:
+                for mapping in self._own():
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self._path(mapping, token))
         count = len(self._mappings)
+        for content in self._own().values():
+            content.close()
         self.released, self._mappings = False, []
         return {"segments": count} if count else {}
+
+    def _map_fresh(self, token: str, barrier: Callable[[], None]) -> None:
+        for mapping, content in self._own().items():
+            _create(self._path(mapping, token), content)
+        barrier()
+        for mapping in self._mappings:
+            memory.map_file(mapping.start, mapping.size, self._path(mapping, token))
+        barrier()
+
+    def _own(self) -> dict[_Mapping, mmap.mmap]:
+        return {mapping: mapping.content for mapping in self._mappings if mapping.content is not None}
 
     def residue(self) -> list[str]:
         return [f"shared-memory segment {m.group}_{m.rank} is still mapped" for m in _mapped()]
