@@ -12,6 +12,7 @@ from engine_support import ROOT, Engine
 
 # What a user might bring: methods of its own on every worker.
 EXTENSION = """
+    import functools
     import os
     import torch.distributed as dist
 
@@ -46,6 +47,27 @@ EXTENSION = """
 
         def user_removes_holder(self):
             planted.clear()
+
+        def user_environment(self):
+            return [os.environ.get("POD_NAME"), os.environ.get("HF_TOKEN")]
+
+        def user_breaks(self, name, rank, times):
+            # One call of torch's or the engine's own fails, once, on one rank: the n-th from now.
+            if dist.get_rank() != int(rank):
+                return
+            from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+            owner = MessageQueue if name == "shutdown" else dist
+            original, left = getattr(owner, name), [int(times)]
+
+            @functools.wraps(original)
+            def broken(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == 0:
+                    setattr(owner, name, original)
+                    raise RuntimeError("planted in " + name)
+                return original(*args, **kwargs)
+
+            setattr(owner, name, broken)
 
         def user_plants_queue_holder(self):
             from vllm.distributed import parallel_state

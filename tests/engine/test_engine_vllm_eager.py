@@ -5,13 +5,15 @@ One server for all of it, in the order of the file; the last test ends it.
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import PROMPTS, Engine, Server, Stream, later, wait_until
+from engine_support import PROMPTS, Engine, Server, Stream, completion, later, procfs, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -180,6 +182,63 @@ def test_a_leftover_makes_prepare_refuse(
     server.prepare()
     server.restore()
     assert server.ask() == answers[PROMPTS[0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "times"), [("destroy_process_group", 1), ("destroy_process_group", 6), ("shutdown", 1)]
+)
+def test_an_error_on_one_rank_is_undone_on_all(
+    server: Server, answers: dict[str, tuple[int, ...]], call: str, times: int
+) -> None:
+    """Half way through its release, after the other rank has gone on: both come back, and the next prepare works."""
+    server.rpc("user_breaks", call, "1", str(times))
+    last = server.act(signal.SIGUSR1, "serving")
+    assert last["ok"] is False
+    assert (
+        f"release failed on rank 1 (process {server.pid('worker', 1)}): RuntimeError: planted in {call}"
+        in last["error"]
+    )
+    assert {prompt: server.ask(prompt) for prompt in PROMPTS} == answers
+    server.prepare()
+    server.restore()
+    assert server.ask() == answers[PROMPTS[0]]
+
+
+def test_a_new_incarnation_is_noticed_by_itself(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    """No signal: the metadata file is enough. Every rank gets the new environment, and only what may be set."""
+    server.prepare()
+    env = {"POD_NAME": "pod-7", "HF_TOKEN": None, "LD_PRELOAD": "/nowhere.so"}
+    temporary = server.control / "new"
+    temporary.write_text(json.dumps({"schema": 1, "incarnation": "i-7", "env": env}))
+    temporary.rename(server.control / "restore.json")
+    wait_until(lambda: server.status()["state"] == "serving", 60, server.words)
+    status = server.status()
+    assert (status["mode"], status["incarnation"]) == ("restored", "i-7")
+    assert "env LD_PRELOAD is not allowed: ignored" in status["last"]["evidence"]
+    assert server.rpc("user_environment") == [["pod-7", None]] * 2
+    assert server.ask() == answers[PROMPTS[0]]
+    server.prepare()
+    server.restore()
+    assert server.ask() == answers[PROMPTS[0]]
+
+
+def test_a_request_whose_client_left_is_not_run(server: Server, answers: dict[str, tuple[int, ...]]) -> None:
+    server.prepare()
+    stays = later(lambda: server.ask())
+    leaves = http.client.HTTPConnection("127.0.0.1", server.port)
+    leaves.request(
+        "POST", "/v1/completions", json.dumps(completion(PROMPTS[1], 200)), {"Content-Type": "application/json"}
+    )
+    port = leaves.sock.getsockname()[1]
+    leader = server.pid("leader")
+    wait_until(lambda: port in [remote[1] for _, remote, _, _ in procfs.tcp_sockets(leader)])
+    leaves.close()
+    wait_until(lambda: port not in [remote[1] for _, remote, _, _ in procfs.tcp_sockets(leader)])
+    for _ in range(5):  # turns of the server's loop
+        assert server.http("GET", "/health")[0] == 200
+    server.restore()
+    assert server.step("open admission")["replayed"] == 1
+    assert stays.result(60) == answers[PROMPTS[0]]
 
 
 def test_the_command_line(server: Server, answers: dict[str, tuple[int, ...]]) -> None:

@@ -129,10 +129,21 @@ def test_one_rank(single: Server) -> None:
     before = single.ask()
     single.prepare()
     asked = later(lambda: single.ask())
-    assert not (single.control / "verdict.json").exists()
     single.restore()
     assert asked.result(60) == single.ask() == before
-    single.signal(signal.SIGTERM)
-    assert single.wait_exit(60) == 0
+
+
+def test_restored_where_an_interface_is_gone(single: Server) -> None:
+    """It names the interface and ends: nothing is served by a process that could not come back."""
+    single.remember()
+    single.prepare()
+    temporary = single.control / "new"
+    temporary.write_text(json.dumps({"incarnation": "elsewhere", "env": {"GLOO_SOCKET_IFNAME": "eth-gone"}}))
+    temporary.rename(single.control / "restore.json")
+    assert single.wait_exit(60) == 74
+    verdict = json.loads((single.control / "verdict.json").read_text())
+    assert verdict["exit_code"] == 74
+    assert "GLOO_SOCKET_IFNAME names the interface 'eth-gone', which is not here" in verdict["reason"]
+    assert "'eth-gone'" in single.log.read_text()
     wait_until(lambda: not single.alive(), 10)
     assert single.left_in_shm() == []
