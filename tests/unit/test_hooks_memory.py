@@ -335,13 +335,15 @@ def test_a_cycle_is_collected() -> None:
         gc.enable()
 
 
-def test_each_owner_gets_a_new_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[object, int, int]] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, int, int]]:
+    """An engine whose MessageQueue notes what it is asked for."""
+    calls: list[tuple[object, int, int]] = []
 
     class MessageQueue:
         @staticmethod
         def create_from_process_group(group: object, chunk_bytes: int, chunks: int) -> Queue:
-            made.append((group, chunk_bytes, chunks))
+            calls.append((group, chunk_bytes, chunks))
             return Queue(None)
 
     for name in ("vllm", "vllm.distributed", "vllm.distributed.device_communicators"):
@@ -349,6 +351,10 @@ def test_each_owner_gets_a_new_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("vllm.distributed.device_communicators.shm_broadcast")
     module.MessageQueue = MessageQueue  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+def test_each_owner_gets_a_new_queue(made: list[tuple[object, int, int]]) -> None:
     with_queue, without, resource = coordinator(Queue(None)), coordinator(None), broadcast.Broadcasters()
     assert resource.reacquire() == {}
     resource.release([with_queue, without])
@@ -358,6 +364,22 @@ def test_each_owner_gets_a_new_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without.mq_broadcaster is None
     assert made == [(with_queue.cpu_group, 4 << 20, 6)]
     assert not resource.released
+
+
+def test_a_held_queue_is_residue_of_the_next_prepare_too(made: list[tuple[object, int, int]]) -> None:
+    """The first prepare was undone because of it, and a new queue is there: the old one is still held, and its ring mapped."""
+    held = Queue(Ring())
+    owner, resource = coordinator(held), broadcast.Broadcasters()
+    resource.release([owner])
+    assert len(resource.residue()) == 2
+    resource.reacquire()
+    resource.release([owner])
+    assert len(resource.residue()) == 2
+    del held
+    assert resource.residue() == []
+    resource.reacquire()
+    resource.release([owner])
+    assert resource.residue() == []
 
 
 def test_a_reader_of_a_poisoned_ring_in_another_process_waits_for_ever() -> None:
