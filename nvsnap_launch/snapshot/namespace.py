@@ -110,8 +110,9 @@ def call(failure: str, function: Callable[..., int], *arguments: object) -> None
 def stand_for(pid: int) -> int:
     """Pass every signal on to the inner process; returns its exit status, 128 + n if signal n ended it."""
     while True:
-        info = signals.next_signal(3600)
-        if info is not None and info.si_signo != signal.SIGCHLD:
+        # A process whose children get another PID namespace can start no thread, so next_signal() is not for it.
+        info = signal.sigwaitinfo(signals.WAITED)
+        if info.si_signo != signal.SIGCHLD:
             os.kill(pid, info.si_signo)
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
