@@ -18,6 +18,7 @@ from nvsnap_launch import child, environment, logs, refusal, signals
 from nvsnap_launch.controldir import STDERR_LOG, STDOUT_LOG, ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 from nvsnap_launch.outcome import Facts, decide
+from nvsnap_launch.rescue import rescue
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.tree import Tree, become_subreaper, send
 
@@ -238,6 +239,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Relay what is held; answer in place of a leader that will never come."""
+        self._rescue()
         if not self._held and self._tree.leader_seen and procfs.alive(self._tree.leader_seen):
             return  # it takes the files itself
         leader = self._tree.leader()
@@ -255,6 +257,14 @@ class Supervisor:
                 self._refuse(action, reason)
         elif self._held and self._tree.leader_seen:
             self._relay(self._tree.leader_seen)
+
+    def _rescue(self) -> None:
+        dump = self._control.dump() or {}
+        if dump.get("phase") != "dumping" or self._driver_works(dump):
+            return
+        with contextlib.suppress(OSError):  # a full disk: tried again on the next look
+            if rescue(self._control, self._tree.live(), dump):
+                self._console.say("the snapshot driver was killed in the middle: the engine goes on")
 
     def _relay(self, leader: int) -> None:
         numbers = {action: number for number, action in self._actions.items()}

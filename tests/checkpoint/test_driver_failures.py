@@ -135,6 +135,25 @@ def test_interrupted_while_criu_works(lab: Lab, number: signal.Signals) -> None:
     check_serving(lab, client)
 
 
+def test_a_driver_killed_after_the_dump_leaves_a_server_that_serves(lab: Lab) -> None:
+    """CRIU has left the tree stopped and nobody is there to go on: the launcher does."""
+    lab.launch()
+    client = Connection(lab.port)
+    mark = lab.folder / "dumped"
+    slow = wrapper(lab, f'{{real}} "$@"; touch {mark}; exec sleep 5')
+    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
+    wait_until(mark.exists, "the dump")
+    assert all(state_of(pid) == "T" for pid in lab.stand_ins())
+    driver.kill()
+    driver.wait(20)
+    wait_until(lambda: lab.state() == "serving", "serving again")
+    assert client.ask("set still")["child"]["start"] == "still"
+    assert [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"] == []
+    assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
+    lab.image.with_name("image.partial").rename(lab.folder / "unfinished")
+    assert lab.create().returncode == 0, "the next one works"
+
+
 def test_prepared_by_a_signal_before(lab: Lab) -> None:
     launcher = lab.launch()
     assert lab.run("prepare").returncode == 0
