@@ -143,7 +143,7 @@ def test_a_driver_killed_after_the_dump_leaves_a_server_that_serves(lab: Lab) ->
     slow = wrapper(lab, f'{{real}} "$@"; touch {mark}; exec sleep 5')
     driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
     wait_until(mark.exists, "the dump")
-    assert all(state_of(pid) == "T" for pid in lab.stand_ins())
+    wait_until(lambda: all(state_of(pid) == "T" for pid in lab.stand_ins()), "the tree to be stopped")
     driver.kill()
     driver.wait(20)
     wait_until(lambda: lab.state() == "serving", "serving again")

@@ -101,7 +101,6 @@ class Engine:
             **given,
             "PATH": os.pathsep.join([str(STANDIN / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": f"{standin}:{ROOT}",
-            "PYTHONDONTWRITEBYTECODE": "1",
             "NVSNAP_CONTROL_DIR": str(self.control),
             "STANDIN_FAULT": f"@{self.faults}",
             **extra,
