@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -166,6 +167,30 @@ def test_submodules_and_packages(tmp_path: Path) -> None:
     importhook.after("watched_pkg.part", lambda module: seen.append(module.name))
     importlib.import_module("watched_pkg.part")
     assert seen == ["watched_pkg.part"]
+
+
+def test_another_finder_that_asks_all_finders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracers put one on sys.meta_path: it asks everybody, us too. The loader is wrapped once, not once a question."""
+    asked: list[str] = []
+
+    class Tracer:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+            if name in asked:
+                return None
+            asked.append(name)
+            return importlib.util.find_spec(name)
+
+    write(tmp_path / "watched_a.py", "value = 4\n")
+    seen: list[ModuleType] = []
+    importhook.after("watched_a", seen.append)
+    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], Tracer(), *sys.meta_path[1:]])
+    spec = importlib.util.find_spec("watched_a")
+    assert asked == ["watched_a"]
+    assert spec is not None
+    assert type(spec.loader) is importhook._Loader
+    assert type(spec.loader._loader) is importlib.machinery.SourceFileLoader
+    assert importlib.import_module("watched_a").value == 4
+    assert len(seen) == 1
 
 
 def test_two_threads_get_one_whole_module(tmp_path: Path) -> None:
