@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 from engine_support import PROMPTS, ROOT, Engine, Server, Stream, later, wait_until
 
+from nvsnap_launch.settings import Settings
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
@@ -85,7 +87,7 @@ def test_the_compile_cache_is_kept_apart(compiled: Server) -> None:
     """vLLM's own key for its compiled code, with and without the hooks: equal but for our entry."""
     environment = {**compiled.env(), "PYTHONPATH": ""}
     plain = factors(compiled, environment)
-    config = json.dumps({"control_dir": str(compiled.folder), "cookie": "x", "hooks_dir": str(ROOT / "hooks")})
+    config = json.dumps(Settings.load().hooks_config(compiled.folder, "a-cookie"))
     hooked = factors(compiled, {**environment, "PYTHONPATH": str(ROOT / "hooks"), "NVSNAP_HOOKS_CONFIG": config})
     assert "nvsnap" in str(hooked.pop("NVSNAP_PATCHES"))
     assert hooked == plain

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hooks_support import HOOKS, environment, run, write
+from hooks_support import HOOKS, config, environment, run, write
 
 LOADED = "import sys; print('nvsnap_hooks.bootstrap' in sys.modules)"
 ARMED = """
@@ -171,6 +171,27 @@ def test_not_loaded_where_python_was_told_so(control: Path, flag: str) -> None:
 
 def test_inert_without_a_configuration() -> None:
     assert run(ARMED, environment(None)).stdout == "False\n"
+
+
+BLOCKED = "import signal; print(sorted(int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocked"),
+    [
+        ({}, [10, 12]),
+        ({"prepare_signal": 34, "restore_signal": 0}, [34]),
+        ({"agent": "nvsnap"}, [10, 12]),
+        ({"agent": "files"}, []),
+    ],
+)
+def test_the_two_signals_are_blocked_again(control: Path, settings: dict[str, object], blocked: list[int]) -> None:
+    """Some shells empty the mask of what they start: blocked before the first line of the engine, whatever came before."""
+    env = environment(control, NVSNAP_HOOKS_CONFIG=json.dumps(config(control, **settings)))
+    assert run(BLOCKED, env).stdout == f"{blocked}\n"
+    assert run(BLOCKED, environment(None, hooks=None)).stdout == "[]\n"
+    script = f"import os; os.kill(os.getpid(), 10) if {10 in blocked} else None; print('lives')"
+    assert run(script, env).stdout == "lives\n"
 
 
 INERT = {
