@@ -13,7 +13,7 @@ from . import importhook, procfs, protocol
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import ModuleType
     from typing import Any
 
@@ -121,16 +121,36 @@ def _checked(
     return APPLIED
 
 
-def register(role: str, rank: int | None = None, required: Mapping[str, Any] | None = None) -> None:
+def register(role: str, rank: int | None = None, required: Iterable[str] = ()) -> None:
     """Write this process's file. ``required`` names the patches without which this role cannot take part."""
     config = protocol.Config.from_environment()
     if config is None:
         return
     _written.clear()
     _written.update(
-        pid=os.getpid(), cookie=config["cookie"], role=role, rank=rank, required=sorted(required or ()), config=config
+        pid=os.getpid(), cookie=config["cookie"], role=role, rank=rank, required=sorted(required), config=config
     )
     refresh()
+
+
+def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[Callable[..., Any]], Any]:
+    """For ``wrap``: a process's main function. Registers the process, and takes that back when it ends as it should."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def main(*args: Any, **kwargs: Any) -> Any:
+            register(role, kwargs.get(rank_argument, 0), required)
+            try:
+                result = original(*args, **kwargs)
+            except SystemExit as end:
+                if end.code in (None, 0):
+                    unregister()
+                raise
+            unregister()
+            return result
+
+        return main
+
+    return make
 
 
 def refresh() -> None:

@@ -66,8 +66,8 @@ def _install_patches(targets: dict[str, versions.Target]) -> None:
         "engine_shutdown": wrap_engine_shutdown,
         "http_startup": wrap_http_startup,
         "compile_key": _wrap_compile_key,
-        "core_main": core.wrap_main,
-        "worker_main": worker.wrap_main,
+        "core_main": registry.entry("core", "dp_rank", REQUIRED["core"]),
+        "worker_main": registry.entry("worker", "rank", REQUIRED["worker"]),
     }
     for name, target in targets.items():
         if name in wrappers:

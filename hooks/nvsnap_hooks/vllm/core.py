@@ -10,35 +10,16 @@ from __future__ import annotations
 import os
 import traceback
 
-from .. import environment, protocol, registry, stacks
+from .. import environment, protocol, stacks
 from ..protocol import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
     Report = dict[str, Any]
 
 METHOD = "nvsnap"
-
-
-def wrap_main(original: Callable[..., Any]) -> Callable[..., Any]:
-    """EngineCoreProc.run_engine_core: say what this process is, and take that back when it ends as it should."""
-    from . import REQUIRED
-
-    def run_engine_core(*args: Any, **kwargs: Any) -> Any:
-        registry.register("core", kwargs.get("dp_rank", 0), dict.fromkeys(REQUIRED["core"]))
-        try:
-            result = original(*args, **kwargs)
-        except SystemExit as end:
-            if end.code in (None, 0):
-                registry.unregister()
-            raise
-        registry.unregister()
-        return result
-
-    return run_engine_core
 
 
 def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:

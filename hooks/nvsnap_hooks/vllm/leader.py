@@ -36,7 +36,7 @@ def install_refusing(refusal: str) -> None:
     if is_server():
         engine = VllmEngine(refusal)
         engine.unpatched = True
-        registry.register("leader", None, {})
+        registry.register("leader")
         control.start(engine)
 
 
@@ -57,7 +57,7 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
         from . import REQUIRED
 
         engine = VllmEngine(_shape_refusal(args[0] if args else kwargs["vllm_config"], kwargs))
-        registry.register("leader", None, dict.fromkeys(REQUIRED["leader"]))
+        registry.register("leader", None, REQUIRED["leader"])
         control.start(engine)
         return engine
     except Exception:

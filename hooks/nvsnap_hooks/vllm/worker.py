@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 
-from .. import environment, procfs, protocol, registry, stacks
+from .. import environment, procfs, protocol, stacks
 from ..protocol import say
 from ..torch.groups import Groups
 from .broadcast import Broadcasters
@@ -23,24 +23,6 @@ if TYPE_CHECKING:
 
     Report = dict[str, Any]
     Step = tuple[str, Callable[[], Any]]
-
-
-def wrap_main(original: Callable[..., Any]) -> Callable[..., Any]:
-    """WorkerProc.worker_main: say which rank this process is, and take that back when it ends as it should."""
-    from . import REQUIRED
-
-    def worker_main(*args: Any, **kwargs: Any) -> Any:
-        registry.register("worker", kwargs.get("rank"), dict.fromkeys(REQUIRED["worker"]))
-        try:
-            result = original(*args, **kwargs)
-        except SystemExit as end:
-            if end.code in (None, 0):
-                registry.unregister()
-            raise
-        registry.unregister()
-        return result
-
-    return worker_main
 
 
 def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
