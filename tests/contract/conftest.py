@@ -13,6 +13,7 @@ SERVE = ("--token-seconds", "0.02")
 SECRET = "hf-secret-that-must-not-show"
 VARIABLES = {"HF_TOKEN": SECRET, "POD_IP": "1.1.1.1", "SITE_ZONE": "old"}
 OPTIONS = ("--env-allow", "SITE_ZONE")
+BRIEF = ("--restore-timeout-s", "2")  # a restore takes 0.03 s; those that may fail should fail soon
 
 
 class Pool:
@@ -24,9 +25,8 @@ class Pool:
         self._spare: Engine | None = None
         self.all: list[Engine] = []
 
-    def standard(self) -> Engine:
-        engine = self.new().start(*SERVE, options=OPTIONS, env=VARIABLES)
-        return engine
+    def standard(self, *options: str) -> Engine:
+        return self.new().start(*SERVE, options=[*OPTIONS, *options], env=VARIABLES)
 
     def new(self) -> Engine:
         self._count += 1
@@ -35,11 +35,11 @@ class Pool:
         return engine
 
     def take(self) -> Engine:
-        engine, self._spare = self._spare or self.standard(), None
+        engine, self._spare = self._spare or self.standard(*BRIEF), None
         return engine.serving()
 
     def provide(self) -> None:
-        self._spare = self._spare or self.standard()
+        self._spare = self._spare or self.standard(*BRIEF)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +73,7 @@ def shared(pool: Pool, _common: dict[str, Engine]) -> Iterator[Engine]:
 
 @pytest.fixture
 def fresh(pool: Pool) -> Iterator[Engine]:
-    """A serving engine with two ranks that may die."""
+    """A serving engine with two ranks that may die. Its restore has 2 s."""
     engine = pool.take()
     pool.provide()
     yield engine

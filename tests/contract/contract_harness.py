@@ -119,7 +119,7 @@ class Engine:
     ) -> Engine:
         self.folder.mkdir(parents=True, exist_ok=True)
         engine = command or ["vllm", "serve", "M", "--port", str(self.port), "-tp", str(ranks), *serve]
-        limits = ["--drain-s", "1.5", "--prepare-timeout-s", "2", "--restore-timeout-s", "2", "--grace-s", "5"]
+        limits = ["--drain-s", "1.5", "--prepare-timeout-s", "10", "--restore-timeout-s", "10", "--grace-s", "5"]
         argv = [*prefix, sys.executable, "-m", "nvsnap_launch", "run", *limits, *options, "--", *engine]
         with (self.folder / "output").open("wb") as output:
             self.process = subprocess.Popen(

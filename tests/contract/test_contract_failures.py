@@ -190,11 +190,12 @@ def _over(engine: Engine, code: int) -> str:
 
 
 @pytest.mark.parametrize("resource", ["cpu_shm", "groups"])
-def test_a_prepare_that_cannot_be_undone(fresh: Engine, resource: str) -> None:
-    fresh.faults.write_text(f"{resource}.release:raise:1")
-    fresh.signal(signal.SIGUSR1)
-    assert "could not be undone" in _over(fresh, 75)
-    assert fresh.read("verdict.json")["exit_code"] == 75
+def test_a_prepare_that_cannot_be_undone(start: Start, resource: str) -> None:
+    engine = start(options=("--prepare-timeout-s", "2")).serving()
+    engine.faults.write_text(f"{resource}.release:raise:1")
+    engine.signal(signal.SIGUSR1)
+    assert "could not be undone" in _over(engine, 75)
+    assert engine.read("verdict.json")["exit_code"] == 75
 
 
 @pytest.mark.parametrize("resource", ["broadcasters", "groups"])
@@ -211,20 +212,17 @@ def test_a_restore_that_fails_on_one_rank(fresh: Engine, resource: str) -> None:
     assert waits.error is not None or not any("tokens" in line for line in waits.lines)
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"),
-    [("groups.release:{}:1", 75), ("groups.reacquire:{}:1", 74)],
-    ids=["prepare", "restore"],
-)
+@pytest.mark.parametrize("action", ["prepare", "restore"])
 @pytest.mark.parametrize("kind", ["hang", "hang_gil"])
-def test_a_rank_that_hangs(fresh: Engine, kind: str, fault: str, code: int) -> None:
+def test_a_rank_that_hangs(start: Start, kind: str, action: str) -> None:
     """The deadline is held from outside; the stacks say where it hangs, though it holds the GIL."""
-    if code == 74:
-        fresh.prepare()
-    worker = fresh.processes("worker")[1]
-    fresh.faults.write_text(fault.format(kind))
-    fresh.signal(signal.SIGUSR1 if code == 75 else signal.SIGUSR2)
-    said = _over(fresh, code)
+    engine = start(options=(f"--{action}-timeout-s", "2")).serving()
+    worker = engine.processes("worker")[1]
+    if action == "restore":
+        engine.prepare()
+    engine.faults.write_text(f"groups.{'release' if action == 'prepare' else 'reacquire'}:{kind}:1")
+    engine.signal(signal.SIGUSR1 if action == "prepare" else signal.SIGUSR2)
+    said = _over(engine, 75 if action == "prepare" else 74)
     assert "standin_hangs" in said, said
     assert f"stacks of process {worker}" in said
 
