@@ -325,6 +325,10 @@ class Supervisor:
                 for pid in rest:
                     send(pid, signal.SIGKILL)
             self._wait_a_little()
+        # What is dying counts as dead already, but is not ours to reap yet.
+        gone_by = time.monotonic() + GIVE_UP_S
+        while procfs.descendants(os.getpid()) and time.monotonic() < gone_by:
+            self._wait_a_little()
         self._tree.reap()
 
     def _wait_a_little(self) -> None:
