@@ -274,6 +274,11 @@ class Server:
         assert last["ok"] is True
         return last
 
+    def serve_again(self) -> None:
+        """After a test that stopped half way: what comes next must not fail for its sake."""
+        if self.process is not None and self.process.poll() is None and self.status().get("state") == "prepared":
+            self.restore()
+
     # -- requests ---------------------------------------------------------------------------------------
 
     def http(self, method: str, path: str, body: object = None, seconds: float = 60) -> tuple[int, Any]:

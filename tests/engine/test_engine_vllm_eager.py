@@ -33,6 +33,12 @@ def server(engine: Engine, user_folder: Path, tmp_path_factory: pytest.TempPathF
         started.end()
 
 
+@pytest.fixture(autouse=True)
+def serving_again(server: Server) -> Iterator[None]:
+    yield
+    server.serve_again()
+
+
 @pytest.fixture(scope="module")
 def answers(server: Server) -> dict[str, tuple[int, ...]]:
     """The greedy answers before anything was frozen."""
@@ -169,16 +175,19 @@ def test_a_leftover_makes_prepare_refuse(
 ) -> None:
     """The reason names the process and what it holds; the server goes on as before, and prepares once it is gone."""
     server.rpc(plant)
-    last = server.act(signal.SIGUSR1, "serving")
-    assert last["ok"] is False
-    assert words in last["error"]
-    for pid in server.workers:
-        assert f"process {pid} still holds" in last["error"]
-    assert {prompt: server.ask(prompt) for prompt in PROMPTS} == answers
-    shown = server.cli("prepare")
-    assert shown.returncode != 0
-    assert words in shown.stderr
-    server.rpc(remove)
+    try:
+        last = server.act(signal.SIGUSR1, "serving")
+        assert last["ok"] is False
+        assert words in last["error"]
+        for pid in server.workers:
+            assert f"process {pid} still holds" in last["error"]
+        assert {prompt: server.ask(prompt) for prompt in PROMPTS} == answers
+        shown = server.cli("prepare")
+        assert shown.returncode != 0
+        assert words in shown.stderr
+    finally:
+        server.serve_again()
+        server.rpc(remove)
     server.prepare()
     server.restore()
     assert server.ask() == answers[PROMPTS[0]]
