@@ -35,7 +35,6 @@ class Broadcasters:
         if self.released:
             return {}
         self._owners = [c for c in coordinators if c.mq_broadcaster is not None]
-        self._segments, self._old = [], []
         self.released = True
         for coordinator in reversed(self._owners):
             queue, coordinator.mq_broadcaster = coordinator.mq_broadcaster, None
@@ -61,16 +60,18 @@ class Broadcasters:
                 coordinator.cpu_group, CHUNK_BYTES, CHUNKS
             )
         count = len(self._owners)
-        self.released, self._owners, self._segments, self._old = False, [], [], []
+        self.released, self._owners = False, []
         return {"queues": count} if count else {}
 
     def residue(self) -> list[str]:
-        left = [f"{type(queue).__name__} is still referenced" for queue in (ref() for ref in self._old) if queue]
-        mapped = {path for _, _, path in procfs.mappings(os.getpid())}
-        for name in self._segments:
-            if any(path.startswith(f"/dev/shm/{name}") for path in mapped):
-                left.append(f"ring /dev/shm/{name} is still mapped")
-        return left
+        """Old queues that somebody holds, from this prepare or one before; what is gone is forgotten."""
+        self._old = [reference for reference in self._old if reference() is not None]
+        mapped = {path.removesuffix(" (deleted)") for _, _, path in procfs.mappings(os.getpid())}
+        self._segments = [name for name in self._segments if f"/dev/shm/{name}" in mapped]
+        return [
+            *(f"{type(reference()).__name__} is still referenced" for reference in self._old),
+            *(f"ring /dev/shm/{name} is still mapped" for name in self._segments),
+        ]
 
 
 def _poison(ring: Any) -> None:
