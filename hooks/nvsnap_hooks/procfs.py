@@ -94,14 +94,24 @@ def _address(text: str) -> tuple[str, int]:
     return socket.inet_ntop(socket.AF_INET6, raw), int(port, 16)
 
 
-def stat(pid: int) -> tuple[int, str, int] | None:
-    """(parent's PID, state letter, start time in clock ticks since boot); None when there is no such process."""
+def _stat_fields(pid: int) -> list[bytes]:
+    """proc(5) stat from the state letter on; empty when there is no such process."""
     text = _read(f"/proc/{pid}/stat")
     # The name, in parentheses, may itself hold spaces and parentheses.
     fields = text[text.rfind(b")") + 1 :].split()
-    if len(fields) < 20:
-        return None
-    return int(fields[1]), fields[0].decode(), int(fields[19])
+    return fields if len(fields) >= 20 else []
+
+
+def stat(pid: int) -> tuple[int, str, int] | None:
+    """(parent's PID, state letter, start time in clock ticks since boot); None when there is no such process."""
+    fields = _stat_fields(pid)
+    return (int(fields[1]), fields[0].decode(), int(fields[19])) if fields else None
+
+
+def session(pid: int) -> int:
+    """PID of the process's session leader, as our PID namespace sees it; 0 when it is outside, or the process is gone."""
+    fields = _stat_fields(pid)
+    return int(fields[3]) if fields else 0
 
 
 def alive(pid: int) -> bool:
@@ -110,19 +120,37 @@ def alive(pid: int) -> bool:
     The kernel closes a dying process's files, which others notice, before it turns it into a zombie: in between only the
     flag PF_EXITING (include/linux/sched.h) tells.
     """
-    text = _read(f"/proc/{pid}/stat")
-    fields = text[text.rfind(b")") + 1 :].split()
-    return len(fields) > 6 and fields[0] not in (b"Z", b"X", b"x") and not int(fields[6]) & _PF_EXITING
+    fields = _stat_fields(pid)
+    return bool(fields) and fields[0] not in (b"Z", b"X", b"x") and not int(fields[6]) & _PF_EXITING
+
+
+def namespace_of(pid: int) -> int:
+    """Inode of a process's PID namespace; 0 where we may not look, or it is gone."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def inner_pid(pid: int, thread: int | None = None) -> int:
+    """Number of a process, or of one of its threads, in its own PID namespace (NSpid in proc(5) status); 0 when it is gone."""
+    text = _read(f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status")
+    line = next((line for line in text.splitlines() if line.startswith(b"NSpid:")), None)
+    return int(line.split()[-1]) if line else 0
+
+
+def all_pids() -> list[int]:
+    """Every process that /proc shows, zombies too."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def parents() -> dict[int, int]:
     """PID -> parent's PID of every process that /proc shows, zombies too."""
     found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            entry = stat(int(name))
-            if entry is not None:
-                found[int(name)] = entry[0]
+    for pid in all_pids():
+        entry = stat(pid)
+        if entry is not None:
+            found[pid] = entry[0]
     return found
 
 
