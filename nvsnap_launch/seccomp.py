@@ -11,6 +11,8 @@ import errno
 import os
 import struct
 
+from nvsnap_launch import libc
+
 IO_URING_SETUP = 425  # the same number on every architecture that is listed below
 _X32_BIT = 0x40000000
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -22,16 +24,11 @@ _ALLOW = 0x7FFF0000  # SECCOMP_RET_ALLOW
 _ERRNO = 0x00050000  # SECCOMP_RET_ERRNO, the number in the low 16 bits
 _OFFSET_NR, _OFFSET_ARCH = 0, 4  # in struct seccomp_data
 
-_PR_SET_SECCOMP = 22
-_PR_SET_NO_NEW_PRIVS = 38
 _MODE_FILTER = 2
 
 
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def instructions(machine: str) -> list[tuple[int, int, int, int]]:
@@ -58,14 +55,7 @@ def block_io_uring() -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     try:
-        _prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))
+        libc.prctl(libc.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))
     except PermissionError:
-        _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0)
-        _prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))
-
-
-def _prctl(option: int, second: int, third: int) -> None:
-    zero = ctypes.c_ulong(0)
-    if _libc.prctl(option, ctypes.c_ulong(second), ctypes.c_ulong(third), zero, zero) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
+        libc.prctl(libc.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))

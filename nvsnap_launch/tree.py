@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from typing import Any
 
-from nvsnap_launch import engines
+from nvsnap_launch import engines, libc
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
-
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def become_subreaper() -> None:
     """Orphans below us come to us, as they come to PID 1. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), *(ctypes.c_ulong(0),) * 3) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    libc.prctl(libc.PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Tree:
