@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 from hooks_support import config, environment, run, wait_until, write
-from nvsnap_hooks import coverage, procfs, protocol, stacks
+from nvsnap_hooks import coverage, procfs, protocol, residue, stacks
 from nvsnap_hooks.vllm.leader import VllmEngine
 
 MAPS = """
@@ -151,7 +152,7 @@ def test_a_connection_inside_the_tree_is_residue_of_both_ends() -> None:
         with process(CONNECTS, str(port)) as pid:
             accepted, (_, other) = server.accept()
             with accepted:
-                both = coverage.tree_residue([os.getpid(), pid], True)
+                both = residue.of_tree([os.getpid(), pid], True)
                 assert both[pid] == [
                     f"TCP connection inside the tree: 127.0.0.1:{other} to 127.0.0.1:{port} (ESTABLISHED)"
                 ]
@@ -159,7 +160,7 @@ def test_a_connection_inside_the_tree_is_residue_of_both_ends() -> None:
                     f"TCP connection inside the tree: 127.0.0.1:{port} to 127.0.0.1:{other} (ESTABLISHED)"
                     in both[os.getpid()]
                 )
-                assert coverage.tree_residue([pid], True) == {}, "a client's connection leads out of the tree"
+                assert residue.of_tree([pid], True) == {}, "a client's connection leads out of the tree"
 
 
 def test_io_uring_is_residue_unless_allowed() -> None:
@@ -174,8 +175,28 @@ def test_io_uring_is_residue_unless_allowed() -> None:
         pytest.skip("this machine has no io_uring")
     os.close(probe)
     with process(code) as pid:
-        assert coverage.tree_residue([pid], False) == {pid: ["io_uring, which CRIU can't dump"]}
-        assert coverage.tree_residue([pid], True) == {}
+        ring = next(number for number, target in procfs.descriptors(pid).items() if target == residue.IO_URING)
+        found = residue.of_tree([pid, os.getpid(), 2**22 + 1])
+        assert set(found) == {pid}
+        assert re.fullmatch(r"an io_uring \(descriptor \d+\), which CRIU can't dump", found[pid][0])
+        assert residue.of_tree([pid], True) == {}
+
+
+def test_what_criu_refuses_is_residue() -> None:
+    """A descriptor of a kind that CRIU 4 has no image for, told by /proc alone; common ones are none."""
+    code = """
+        import ctypes, os, select, socket, sys
+        kept = [select.epoll(), socket.socketpair(), os.pipe(), os.eventfd(0) if hasattr(os, "eventfd") else None]
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.syscall(323, 0o2000000 | 1), flush=True)  # userfaultfd, in user mode only
+        sys.stdin.read()
+    """
+    with process(code) as pid:
+        targets = procfs.descriptors(pid).values()
+        expected = ["a userfaultfd"] if "anon_inode:[userfaultfd]" in targets else []
+        assert [text.partition(" (")[0] for text in residue.of_tree([pid]).get(pid, [])] == expected
+    assert residue.undumpable("anon_inode:[eventpoll]") is None
+    assert residue.undumpable("anon_inode:bpf-map") == "a BPF map"
 
 
 # -- stacks ---------------------------------------------------------------------------------------------

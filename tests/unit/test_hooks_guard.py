@@ -198,6 +198,18 @@ def test_a_gap_is_noted_while_nothing_is_armed(sessions: list[Session], control:
     assert session.leader.poll() is None
 
 
+def test_another_guard_goes_on_counting(sessions: list[Session], control: Path) -> None:
+    """One was killed between two freezes: the evidence of the first is not taken back."""
+    protocol.write_json(control / protocol.TICK_FILE, {"frozen": 4, "last_gap_seconds": 9.0})
+    session = begin(sessions, control)
+    session.wait_ticking()
+    os.kill(session.guard, signal.SIGSTOP)
+    time.sleep(1.9)  # the freeze itself
+    os.kill(session.guard, signal.SIGCONT)
+    assert wait_until(lambda: session.read(protocol.TICK_FILE).get("frozen") not in (None, 4))
+    assert session.read(protocol.TICK_FILE)["frozen"] == 5
+
+
 def test_a_disarmed_deadline_passes(sessions: list[Session], control: Path) -> None:
     session = begin(sessions, control)
     session.deadline(1.0)
