@@ -6,7 +6,6 @@ import sys
 def _load_shadowed() -> None:
     """Run the sitecustomize that this file hides, exactly as Python would have: its errors are its own."""
     from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
 
     entries = [entry.rstrip("/") for entry in sys.path]
     here = __file__.rpartition("/")[0]
@@ -15,6 +14,8 @@ def _load_shadowed() -> None:
     spec = PathFinder.find_spec("sitecustomize", after)
     if spec is None or spec.loader is None:
         return
+    from importlib.util import module_from_spec
+
     ours = sys.modules.pop("sitecustomize", None)
     module = module_from_spec(spec)
     sys.modules["sitecustomize"] = module

@@ -6,6 +6,7 @@ engine's can take them and nobody dies of them; one thread of ours takes them in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -35,30 +36,27 @@ def start(engine: Any) -> None:
         config = protocol.Config.from_environment()
         if config is None or (_control is not None and _control.pid == os.getpid()):
             return
-        _control = Control(config, engine)
-        _control.start()
+        started = Control(config, engine)
+        started.start()
+        _control = started
 
 
 def engine() -> Any:
     return _control.machine.engine if _control is not None and _control.pid == os.getpid() else None
 
 
-def ensure_guard() -> bool:
-    return _control is not None and _control.ensure_guard()
-
-
 class Control:
     def __init__(self, config: protocol.Config, engine: Any) -> None:
         self.pid = os.getpid()
         self.config = config
-        self.machine = Machine(config, engine)
+        self.machine = Machine(config, engine, self.ensure_guard)
         self._guard: subprocess.Popen[bytes] | None = None
         self._signals = protocol.waited_signals(config)
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._early: set[str] = set()
 
     def start(self) -> None:
-        self.machine.status.update(protocol.STARTING)
+        self.machine.publish_starting()
         self.ensure_guard()
         self._announce()
         if self._signals:
@@ -107,12 +105,13 @@ class Control:
 
     def _end(self, fatal: Fatal) -> None:
         say(str(fatal))
-        self._publish_failed(fatal)
+        self.machine.publish_failed(fatal)
         end_tree(self.config["control_dir"], fatal)
 
     def _turn(self) -> None:
         tick = TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING
         signalled = self._wait(tick)
+        self.machine.status.retry()
         if self.machine.state == protocol.STARTING:
             if not self.machine.engine.is_serving():
                 self._hold_early(signalled)
@@ -123,9 +122,14 @@ class Control:
         if protocol.PREPARE in wanted:
             self._say_outcome(self.machine.prepare, requests[protocol.PREPARE])
         if protocol.RESTORE in wanted and self._may_restore(wanted[protocol.RESTORE]):
-            self._say_outcome(self.machine.restore, requests[protocol.RESTORE])
+            self._restore(requests[protocol.RESTORE])
         elif self.machine.state == protocol.PREPARED and self.machine.restored_by_metadata():
-            self._say_outcome(self.machine.restore, [])
+            self._restore([])
+
+    def _restore(self, requests: list[str]) -> None:
+        self._say_outcome(self.machine.restore, requests)
+        with contextlib.suppress(OSError):
+            self._announce()  # the PID namespace may be another now, and the guard
 
     def _listen(self) -> None:
         """The thread that takes the signals. Without a time limit: CPython 3.11's sigtimedwait returns an uninitialised
@@ -197,11 +201,3 @@ class Control:
             say(f"{self.machine.state} after {last['seconds']:.2f} s")
         else:
             say(f"{last['action']} refused, {self.machine.state}: {last['error']}")
-
-    def _publish_failed(self, fatal: Fatal) -> None:
-        value = self.machine.status.value
-        last = {"action": value["state"], "ok": False, "error": str(fatal), "seconds": 0.0, "steps": [], "requests": []}
-        try:
-            self.machine.status.update(protocol.FAILED, state=protocol.FAILED, last={**last, "evidence": []})
-        except OSError:
-            pass

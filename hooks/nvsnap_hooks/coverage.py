@@ -71,19 +71,3 @@ def unpatched(
                 f"process {pid} ({words(pid)}) runs without hooks (python -E, -I or -S, or a wiped environment?)"
             )
     return wrong
-
-
-def tree_residue(pids: list[int], io_uring_allowed: bool) -> dict[int, list[str]]:
-    """What ties the tree's processes together, or to the kernel, that a dump can't carry; by PID."""
-    residue: dict[int, list[str]] = {}
-    sockets = {pid: procfs.tcp_sockets(pid) for pid in pids}
-    ends = {local for entries in sockets.values() for local, _, state, _ in entries if state != "LISTEN"}
-    for pid, entries in sockets.items():
-        for local, remote, state, _ in entries:
-            if state != "LISTEN" and remote in ends:
-                residue.setdefault(pid, []).append(
-                    f"TCP connection inside the tree: {local[0]}:{local[1]} to {remote[0]}:{remote[1]} ({state})"
-                )
-        if not io_uring_allowed and any("io_uring" in target for target in procfs.descriptors(pid).values()):
-            residue.setdefault(pid, []).append("io_uring, which CRIU can't dump")
-    return residue

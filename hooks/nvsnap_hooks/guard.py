@@ -64,7 +64,8 @@ def stacks(control: str) -> str:
         names = [name for name in os.listdir(folder) if name.endswith(".txt") and name[:-4].isdigit()]
     except OSError:
         return ""
-    stuck = [int(name[:-4]) for name in names if int(name[:-4]) in session()]
+    members = set(session())
+    stuck = [int(name[:-4]) for name in names if int(name[:-4]) in members]
     for pid in stuck:
         kill(pid, STACKS_SIGNAL)
     if stuck:
@@ -97,7 +98,8 @@ def main(control: str, leader: int) -> None:
     seen: tuple[int, int] | None = None
     deadline: dict[str, object] = {}
     left = 0.0
-    frozen = 0
+    counted = read(os.path.join(control, "guard.json")).get("frozen")
+    frozen = counted if isinstance(counted, int) else 0  # goes on where a guard before this one stopped
     last = time.time()
     while os.getppid() == leader:
         time.sleep(TICK)

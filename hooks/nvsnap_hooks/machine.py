@@ -6,11 +6,12 @@ ends to a prepare: prepared on every rank, or serving as before on every rank. O
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 
-from . import coverage, environment, guard, listener, metadata, procfs, protocol, stacks
+from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, residue, stacks
 from .status import Status
 
 TYPE_CHECKING = False
@@ -33,9 +34,10 @@ class Refused(Exception):
 
 
 class Machine:
-    def __init__(self, config: protocol.Config, engine: Any) -> None:
+    def __init__(self, config: protocol.Config, engine: Any, ensure_guard: Callable[[], bool]) -> None:
         self.config = config
         self.engine = engine
+        self._ensure_guard = ensure_guard
         self.control_dir: str = config["control_dir"]
         described = {
             "name": engine.name,
@@ -43,7 +45,15 @@ class Machine:
             "verified": engine.verified,
             "level": engine.level,
         }
-        self.status = Status(config, described)
+        self._prepare_seconds = float(config["prepare_timeout_s"])
+        self._restore_seconds = float(config["restore_timeout_s"])
+        self._drain_seconds = float(config["drain_s"])
+        # Twice the time for a prepare: once for the way there, once for the way back.
+        deadlines = {
+            protocol.PREPARE: self._drain_seconds + 2 * self._prepare_seconds,
+            protocol.RESTORE: self._restore_seconds,
+        }
+        self.status = Status(config, described, deadlines)
         self._steps: list[dict[str, Any]] = []
         self._under: _Circumstances | None = None
 
@@ -59,30 +69,26 @@ class Machine:
             self._note(protocol.PREPARE, requests, "already prepared")
             return
         started = self._begin(protocol.PREPARING)
-        timeout = float(self.config["prepare_timeout_s"])
-        drain = float(self.config["drain_s"])
         try:
             self._check_before()
-            # Twice the time: once for the way there, once for the way back.
-            self._deadline(protocol.PREPARE, drain + 2 * timeout, protocol.EXIT_PREPARE_FAILED)
+            self._deadline(protocol.PREPARE, protocol.EXIT_PREPARE_FAILED)
             try:
-                self._prepare(drain, timeout)
+                self._prepare()
+                self._disarm()
+                # The last thing that we write: an agent may dump as soon as it is there.
+                self._end(protocol.PREPARE, protocol.PREPARED, requests, started, strict=True)
             except BaseException as error:
-                self._undo(error, timeout)
-                raise
-            self._end(protocol.PREPARE, protocol.PREPARED, requests, started, None)
+                self._undo(error)
+                raise Refused(str(error), getattr(error, "residue", None)) from error
         except Refused as refusal:
-            self._end(protocol.PREPARE, protocol.SERVING, requests, started, str(refusal), refusal.residue)
-        except OSError as error:
-            self._undo_published(error, requests, started, timeout)
-        finally:
             self._disarm()
+            self._end(protocol.PREPARE, protocol.SERVING, requests, started, str(refusal), residue=refusal.residue)
 
     def _check_before(self) -> None:
         """All that can be known without touching anything."""
         if self.engine.refusal:
             raise Refused(self.engine.refusal)
-        if not self._guard_alive():
+        if not self._ensure_guard():
             raise Refused("the guard process is gone and could not be started again")
         try:
             known = metadata.read_until(self.config["metadata"], METADATA_WAIT)
@@ -95,38 +101,30 @@ class Machine:
             raise Refused("; ".join(wrong))
         self._under = _Circumstances(self.control_dir, known.incarnation if known else None)
 
-    def _prepare(self, drain: float, timeout: float) -> None:
-        engine = self.engine
+    def _prepare(self) -> None:
+        engine, timeout = self.engine, self._prepare_seconds
         self._step("close admission", lambda: engine.close_admission(timeout))
-        self._step("drain", lambda: engine.drain(drain, timeout))
+        self._step("drain", lambda: engine.drain(self._drain_seconds, timeout))
         self._step("hold", lambda: engine.hold(timeout))
         self._on_ranks("check", timeout)
         self._on_ranks("release", timeout)
         self._step("audit", self._audit)
 
     def _audit(self) -> None:
-        residue = coverage.tree_residue(coverage.tree(), self.config.get("io_uring") == "allow")
-        if residue:
-            raise Refused(_describe(residue), residue)
+        found = residue.of_tree(coverage.tree(), self.config.get("io_uring") == "allow")
+        if found:
+            raise Refused(_describe(found), found)
 
-    def _undo(self, cause: BaseException, timeout: float) -> None:
+    def _undo(self, cause: BaseException) -> None:
         """Back to serving on all ranks, whatever was done so far. What can't be undone is fatal."""
         if getattr(cause, "fatal", False):
             raise Fatal(protocol.EXIT_PREPARE_FAILED, f"prepare failed and can't be undone: {cause}") from cause
         try:
-            self._rebuild(timeout)
-            self._step("open admission", lambda: self.engine.open_admission(timeout))
+            self._rebuild(self._prepare_seconds)
+            self._step("open admission", lambda: self.engine.open_admission(self._prepare_seconds))
         except BaseException as error:
             reason = f"prepare failed ({cause}) and could not be undone: {error}"
             raise Fatal(protocol.EXIT_PREPARE_FAILED, reason) from error
-        if not isinstance(cause, (Refused, OSError)):
-            raise Refused(str(cause)) from cause
-
-    def _undo_published(self, error: OSError, requests: list[str], started: float, timeout: float) -> None:
-        """The outcome could not be written (a full disk): then it did not happen."""
-        if self.state == protocol.PREPARED:
-            self._undo(error, timeout)
-        self._end(protocol.PREPARE, protocol.SERVING, requests, started, f"control directory: {error}", strict=False)
 
     # -- restore ----------------------------------------------------------------------------------
 
@@ -149,55 +147,63 @@ class Machine:
         if self.state != protocol.PREPARED:
             self._note(protocol.RESTORE, requests, f"nothing to restore: {self.state}")
             return
-        timeout = float(self.config["restore_timeout_s"])
         evidence = self.evidence()
-        started = self._begin(protocol.RESTORING, strict=False)
-        self._deadline(protocol.RESTORE, timeout, protocol.EXIT_RESTORE_FAILED)
+        started = self._begin(protocol.RESTORING)
+        self._ensure_guard()
         try:
-            evidence += self._restore(timeout)
+            self._deadline(protocol.RESTORE, protocol.EXIT_RESTORE_FAILED)
+        except Refused as refusal:
+            protocol.say(f"{refusal}: going on without one")
+        try:
+            restored = self._restore(evidence)
         except BaseException as error:
             raise Fatal(protocol.EXIT_RESTORE_FAILED, f"restore failed: {error}") from error
-        finally:
-            self._disarm()
-        mode = "restored" if self._was_restored(evidence) else self.status.value["mode"]
+        self._disarm()
         self._under = None
-        self._end(
-            protocol.RESTORE, protocol.SERVING, requests, started, None, strict=False, mode=mode, evidence=evidence
-        )
+        if restored:
+            self.status.value["mode"] = "restored"
+        self._end(protocol.RESTORE, protocol.SERVING, requests, started, evidence=evidence)
 
-    def _restore(self, timeout: float) -> list[str]:
-        noticed: list[str] = self._step("identity", lambda: self._refresh_identity(timeout))["noticed"]
+    def _restore(self, evidence: list[str]) -> bool:
+        """Whether this was a restore, and not an undo in place. Adds to the evidence what the metadata shows."""
+        assert self._under is not None
+        timeout = self._restore_seconds
+        new = self._step("identity", lambda: self._refresh_identity(timeout))["incarnation"]
+        if new:
+            evidence.append(f"incarnation {new}")
+        restored = bool(new) or self._under.is_another_process()
+        if restored:
+            self._check_environment()
         self._rebuild(timeout)
-        if self._was_restored([*self.evidence(), *noticed]):
+        if restored:
             self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE)})
         self._step("open admission", lambda: self.engine.open_admission(timeout))
         self._step("listener", self._check_listener)
-        return noticed
+        return restored
 
     def _refresh_identity(self, timeout: float) -> dict[str, Any]:
+        """Take the new environment if the metadata is another's. Returns the incarnation if it is new, and ignored names."""
         assert self._under is not None
         try:
             found = metadata.read_until(self.config["metadata"], METADATA_WAIT)
         except metadata.MetadataError as error:
             raise RuntimeError(f"metadata: {error}") from None
-        noticed = []
-        if found is not None and found.incarnation != self._under.incarnation:
-            noticed.append(f"incarnation {found.incarnation}")
-            self.status.value["incarnation"] = found.incarnation
-            env, refused = environment.split(found.env, self.config.get("env_allow") or ())
-            noticed += [f"env {name} is not allowed: ignored" for name in refused]
-            environment.apply(env)
-            if env:
-                self.engine.set_environment(env, timeout)
-        if self._was_restored([*self.evidence(), *noticed]):
-            wrong = environment.stale()
-            if wrong:
-                raise RuntimeError("; ".join(wrong))
-        return {"noticed": noticed}
+        if found is None or found.incarnation == self._under.incarnation:
+            return {"incarnation": None}
+        self.status.value["incarnation"] = found.incarnation
+        env, refused = environment.split(found.env, self.config.get("env_allow") or ())
+        if refused:
+            protocol.say(f"metadata: these variables may not be set and are ignored: {', '.join(refused)}")
+        environment.apply(env)
+        if env:
+            self.engine.set_environment(env, timeout)
+        return {"incarnation": found.incarnation, "set": sorted(env), "ignored": refused}
 
     @staticmethod
-    def _was_restored(evidence: list[str]) -> bool:
-        return any(item.startswith(("incarnation", "started again", "PID namespace")) for item in evidence)
+    def _check_environment() -> None:
+        wrong = environment.stale()
+        if wrong:
+            raise RuntimeError("; ".join(wrong))
 
     def _check_listener(self) -> None:
         wrong = listener.silent()
@@ -214,7 +220,7 @@ class Machine:
         os.makedirs(folder, 0o700, exist_ok=True)
         token = os.urandom(8).hex()
         path = os.path.join(folder, token)
-        self._on_ranks("reacquire", timeout, init_method=f"file://{path}", token=token, interface="lo")
+        self._on_ranks("reacquire", timeout, init_method=f"file://{path}", token=token)
 
     def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> None:
         """One action on all ranks; its steps go to ``last``. Raises Refused with what the ranks hold, or what failed where."""
@@ -232,10 +238,10 @@ class Machine:
         failed = [
             f"{action} failed on rank {r['rank']} (process {r['pid']}): {r['error']}" for r in ranks if not r["ok"]
         ]
-        residue = {rank["pid"]: list(rank["residue"]) for rank in ranks if rank["residue"]}
+        held = {rank["pid"]: list(rank["residue"]) for rank in ranks if rank["residue"]}
         self._publish_processes(ranks)
-        if failed or residue:
-            raise Refused("; ".join([*failed, *([_describe(residue)] if residue else [])]), residue)
+        if failed or held:
+            raise Refused("; ".join([*failed, *([_describe(held)] if held else [])]), held)
 
     def _step(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
         started = time.monotonic()
@@ -254,11 +260,11 @@ class Machine:
 
     # -- what is published ------------------------------------------------------------------------
 
-    def _begin(self, state: str, strict: bool = True) -> float:
+    def _begin(self, state: str) -> float:
         self._steps = []
         stacks.arm(self.control_dir)
         self.status.value["generation"] += 1
-        self._publish(state, strict=strict, state=state)
+        self._publish(state, state=state)
         return time.monotonic()
 
     def _end(
@@ -267,49 +273,40 @@ class Machine:
         state: str,
         requests: list[str],
         started: float,
-        error: str | None,
+        error: str | None = None,
         residue: dict[int, list[str]] | None = None,
-        strict: bool = True,
-        mode: str | None = None,
         evidence: list[str] | None = None,
+        strict: bool = False,
     ) -> None:
-        self._disarm()
-        last = {
-            "action": action,
-            "ok": error is None,
-            "error": error,
-            "seconds": round(time.monotonic() - started, 4),
-            "steps": self._steps,
-            "requests": requests,
-            "evidence": evidence or [],
-        }
+        last = protocol.outcome(
+            action,
+            error,
+            seconds=round(time.monotonic() - started, 4),
+            steps=self._steps,
+            requests=requests,
+            evidence=evidence or [],
+        )
         self._publish_processes([], residue or {})
-        fields: dict[str, Any] = {"state": state, "last": last}
-        if mode:
-            fields["mode"] = mode
-        self._publish(action, strict=strict, **fields)
+        self._publish(action, strict, state=state, last=last)
 
     def _publish(self, event: str, strict: bool = False, **fields: Any) -> None:
         """Only "prepared" must reach the disk to be true. For the rest a full disk is not the engine's problem."""
         try:
             self.status.update(event, **fields)
-        except OSError:
-            if strict and fields.get("state") == protocol.PREPARED:
-                raise
+        except OSError as error:
+            if strict:
+                raise Refused(f"the control directory can't be written: {error}") from error
 
     def _note(self, action: str, requests: list[str], text: str) -> None:
         """A request that changes nothing: said, and answered."""
-        last = {
-            "action": action,
-            "ok": True,
-            "error": None,
-            "seconds": 0.0,
-            "steps": [],
-            "requests": requests,
-            "evidence": [],
-            "note": text,
-        }
-        self._publish(f"{action} ignored", last=last)
+        self._publish(f"{action} ignored", last=protocol.outcome(action, requests=requests, note=text))
+
+    def publish_starting(self) -> None:
+        self._publish(protocol.STARTING)
+
+    def publish_failed(self, fatal: Fatal) -> None:
+        last = protocol.outcome(self.state, str(fatal))
+        self._publish(protocol.FAILED, state=protocol.FAILED, last=last)
 
     def publish_serving(self) -> None:
         self._publish_processes([])
@@ -323,7 +320,7 @@ class Machine:
                 "pid": pid,
                 "role": record["role"],
                 "rank": record["rank"],
-                "patched": not (set(record.get("required", ())) - _applied(record)),
+                "patched": not registry.faults(record),
                 "residue": list(held.get(pid, ())),
             }
             for pid, record in sorted(coverage.records(self.config).items())
@@ -331,24 +328,20 @@ class Machine:
 
     # -- deadlines --------------------------------------------------------------------------------
 
-    def _deadline(self, action: str, seconds: float, exit_code: int) -> None:
-        self._write_deadline({"armed": True, "action": action, "seconds": seconds, "exit_code": exit_code})
+    def _deadline(self, action: str, exit_code: int) -> None:
+        seconds = self.status.value["deadlines"][action]
+        try:
+            self._write_deadline({"armed": True, "action": action, "seconds": seconds, "exit_code": exit_code})
+        except OSError as error:
+            raise Refused(f"the deadline can't be written to the control directory: {error.strerror}") from None
 
     def _disarm(self) -> None:
         stacks.disarm(self.control_dir)
-        self._write_deadline({"armed": False})
+        with contextlib.suppress(OSError):
+            self._write_deadline({"armed": False})
 
     def _write_deadline(self, value: dict[str, Any]) -> None:
-        try:
-            protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), value)
-        except OSError:
-            if value["armed"]:
-                raise Refused("the deadline can't be written: is the control directory full?") from None
-
-    def _guard_alive(self) -> bool:
-        from . import control
-
-        return control.ensure_guard()
+        protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), value)
 
 
 class Fatal(Exception):
@@ -377,13 +370,16 @@ class _Circumstances:
         self._signature = found
         return changed
 
+    def is_another_process(self) -> bool:
+        """CRIU starts each process anew: its start time, or its PID namespace, is another than when it was prepared."""
+        now = procfs.stat(os.getpid())
+        started_again = bool(self._start and now and now[2] != self._start[2])
+        return started_again or protocol.pid_namespace() != self._namespace
+
     def changes(self, control_dir: str) -> list[str]:
         found = []
-        now = procfs.stat(os.getpid())
-        if self._start and now and now[2] != self._start[2]:
-            found.append("started again: this process is not the one that was prepared")
-        if protocol.pid_namespace() != self._namespace:
-            found.append("PID namespace is another")
+        if self.is_another_process():
+            found.append("this process was started again since it was prepared")
         frozen = _frozen(control_dir)
         if frozen > self._frozen:
             found.append(f"frozen: the guard missed time ({frozen - self._frozen})")
@@ -393,10 +389,6 @@ class _Circumstances:
 def _frozen(control_dir: str) -> int:
     value = (protocol.read_json(os.path.join(control_dir, protocol.TICK_FILE)) or {}).get("frozen", 0)
     return value if isinstance(value, int) else 0
-
-
-def _applied(record: dict[str, Any]) -> set[str]:
-    return {name for name, state in (record.get("patches") or {}).items() if state == "applied"}
 
 
 def _describe(residue: dict[int, list[str]]) -> str:

@@ -23,7 +23,8 @@ PREPARING = "preparing"
 PREPARED = "prepared"
 RESTORING = "restoring"
 FAILED = "failed"
-STATES = (STARTING, SERVING, PREPARING, PREPARED, RESTORING, FAILED)
+ENDED = "ended"  # the launcher's word for an engine that ended as it should
+STATES = (STARTING, SERVING, PREPARING, PREPARED, RESTORING, FAILED, ENDED)
 
 PREPARE = "prepare"
 RESTORE = "restore"
@@ -78,6 +79,40 @@ def waited_signals(config: Config) -> dict[int, str]:
         return {}
     pairs = ((config["prepare_signal"], PREPARE), (config["restore_signal"], RESTORE))
     return {number: action for number, action in pairs if number}
+
+
+def new_status(state: str, **fields: Any) -> dict[str, Any]:
+    """A whole status.json with nothing in it but its state, and what is given."""
+    return {
+        "schema": SCHEMA,
+        "state": state,
+        "generation": 0,
+        "mode": "cold",
+        "graphs": "eager",
+        "snapshot_ready": False,
+        "engine": {},
+        "leader": {},
+        "incarnation": None,
+        "processes": [],
+        "deadlines": {},
+        "last": None,
+        "updated": timestamp(),
+        **fields,
+    }
+
+
+def outcome(action: str, error: str | None = None, **fields: Any) -> dict[str, Any]:
+    """status.json's ``last``: what was done, or refused, and on whose request. ``seconds`` are wall time."""
+    return {
+        "action": action,
+        "ok": error is None,
+        "error": error,
+        "seconds": 0.0,
+        "steps": [],
+        "requests": [],
+        "evidence": [],
+        **fields,
+    }
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:

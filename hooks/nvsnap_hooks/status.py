@@ -12,37 +12,41 @@ if TYPE_CHECKING:
 
 
 class Status:
-    def __init__(self, config: protocol.Config, engine: dict[str, Any]) -> None:
+    def __init__(self, config: protocol.Config, engine: dict[str, Any], deadlines: dict[str, float]) -> None:
         self._config = config
         self.path = os.path.join(config["control_dir"], protocol.STATUS_FILE)
-        self.value: dict[str, Any] = {
-            "schema": protocol.SCHEMA,
-            "state": protocol.STARTING,
-            "generation": 0,
-            "mode": "cold",
-            "graphs": "eager",
-            "snapshot_ready": False,
-            "engine": engine,
-            "leader": {"pid": os.getpid(), "pid_namespace": protocol.pid_namespace(), "cookie": config["cookie"]},
-            "incarnation": None,
-            "processes": [],
-            "last": None,
-        }
+        leader = {"pid": os.getpid(), "cookie": config["cookie"]}
+        self.value = protocol.new_status(protocol.STARTING, engine=engine, leader=leader, deadlines=deadlines)
+
+        self.pending = False
 
     @property
     def state(self) -> str:
         return str(self.value["state"])
 
-    def update(self, event: str | None = None, **fields: Any) -> None:
-        """Change fields and publish. Raises OSError when the file can't be written (a full disk)."""
+    def update(self, event: str, **fields: Any) -> None:
+        """Change fields and publish. Raises OSError when the file can't be written (a full disk).
+
+        The status is written last: whoever reads "prepared" may dump at once, and nothing of ours is under way then.
+        """
         self.value.update(fields)
         self.value["snapshot_ready"] = self.value["state"] == protocol.PREPARED
         self.value["leader"]["pid_namespace"] = protocol.pid_namespace()
         self.value["updated"] = protocol.timestamp()
+        shown = {key: self.value[key] for key in ("state", "generation", "mode")}
+        protocol.append_event(self._config["control_dir"], event, **shown, **_brief(fields.get("last")))
+        self.pending = True
         protocol.write_json(self.path, self.value)
-        if event is not None:
-            shown = {key: self.value[key] for key in ("state", "generation", "mode")}
-            protocol.append_event(self._config["control_dir"], event, **shown, **_brief(fields.get("last")))
+        self.pending = False
+
+    def retry(self) -> None:
+        """What a full disk kept from being published is published as soon as it can be."""
+        if self.pending:
+            try:
+                protocol.write_json(self.path, self.value)
+                self.pending = False
+            except OSError:
+                pass
 
 
 def _brief(last: dict[str, Any] | None) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def test_a_new_incarnation_is_noticed_by_itself(server: Server, answers: dict[st
     wait_until(lambda: server.status()["state"] == "serving", 60, server.words)
     status = server.status()
     assert (status["mode"], status["incarnation"]) == ("restored", "i-7")
-    assert "env LD_PRELOAD is not allowed: ignored" in status["last"]["evidence"]
+    assert [name for step in status["last"]["steps"] for name in step.get("ignored", ())] == ["LD_PRELOAD"]
     assert server.rpc("user_environment") == [["pod-7", None]] * 2
     assert server.ask() == answers[PROMPTS[0]]
     server.prepare()

@@ -8,6 +8,7 @@ Facts: names come from a counter that every rank advances with every ``new_group
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -16,7 +17,7 @@ from .. import procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from datetime import timedelta
     from typing import Any, NamedTuple
 
@@ -113,16 +114,15 @@ class Groups:
 
     # -- reacquire ------------------------------------------------------------------------------
 
-    def reacquire(self, init_method: str, interface: str | None) -> dict[str, Any]:
+    def reacquire(self, init_method: str) -> dict[str, Any]:
         """Rendezvous anew and rebuild every group under its old name. Collective: all ranks call it at one step.
 
-        ``init_method`` is a fresh ``file://`` path. ``interface`` is where gloo listens, unless the user named one.
-        Raises RuntimeError when a name comes out different, OSError when a named interface is gone.
+        ``init_method`` is a fresh ``file://`` path. Raises RuntimeError when a name comes out different.
         """
         if not self.released:
             return {"groups": 0}
         assert self._world is not None
-        with _gloo_interface(interface):
+        with _gloo_on_loopback():
             self._reacquire(init_method, *self._world)
         for holder in self._holders:
             holder.fill(self._records)
@@ -252,21 +252,15 @@ def _referrers(objects: list[Any]) -> list[Any]:
             gc.freeze()
 
 
-class _gloo_interface:
-    """gloo listens where the host name points, which after a move may be nowhere: on one host use loopback."""
-
-    def __init__(self, interface: str | None) -> None:
-        self._interface = interface
-
-    def __enter__(self) -> None:
-        named = os.environ.get("GLOO_SOCKET_IFNAME")
-        for name in (named or "").split(","):
-            if name and not os.path.exists(f"/sys/class/net/{name}"):
-                raise OSError(f"GLOO_SOCKET_IFNAME names the interface {name!r}, which is not here")
-        self._set = not named and self._interface is not None
-        if self._set:
-            os.environ["GLOO_SOCKET_IFNAME"] = self._interface or ""
-
-    def __exit__(self, *_: object) -> None:
-        if self._set:
-            del os.environ["GLOO_SOCKET_IFNAME"]
+@contextlib.contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """gloo listens where the host name points, which after a move may be nowhere. All ranks are on this host: unless the
+    user named an interface, use loopback. (torch 2.13 reads the variable for each group that it makes.)"""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

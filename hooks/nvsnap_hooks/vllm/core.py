@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     Report = dict[str, Any]
 
 METHOD = "nvsnap"
+QUICK = ("close", "poll", "park")  # asked between the steps of running requests: no more than a look
 
 
 def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
     """Becomes a method of EngineCoreProc, called by the leader as a utility. Never raises: the report says what went wrong."""
     gate = _Gate.of(core)
-    stacks.arm(gate.control_dir)
+    if action not in QUICK:
+        stacks.arm(gate.control_dir)
     report: Report = {"ok": True, "error": None, "pid": os.getpid()}
     try:
         report.update(getattr(gate, f"do_{action}")(options) or {})
@@ -55,7 +57,9 @@ class _Gate:
 
     @classmethod
     def of(cls, core: Any) -> _Gate:
-        return cls._of.setdefault(id(core), cls(core))
+        if id(core) not in cls._of:
+            cls._of[id(core)] = cls(core)
+        return cls._of[id(core)]
 
     # -- what the leader asks for ---------------------------------------------------------------
 

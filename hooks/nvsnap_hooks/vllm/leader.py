@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 
-from .. import control, registry
+from .. import control, importhook, registry
+from ..protocol import say
 from . import core
 
 TYPE_CHECKING = False
@@ -60,8 +61,10 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
         registry.register("leader", None, REQUIRED["leader"])
         control.start(engine)
         return engine
-    except Exception:
-        return None  # without leader.json every prepare is refused: the engine itself is none the worse
+    except Exception as error:  # the engine itself is none the worse
+        say(f"prepare will not work, the control thread could not be started: {type(error).__name__}: {error}")
+        importhook.errors.append(f"control thread: {type(error).__name__}: {error}")
+        return None
 
 
 def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:
@@ -162,7 +165,7 @@ class VllmEngine:
         deadline = time.monotonic() + seconds
         state = self.call("poll", timeout)
         while not state["idle"] and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.05)
             state = self.call("poll", timeout)
         parked = 0
         if not state["idle"]:
@@ -217,9 +220,6 @@ class VllmEngine:
 
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(turns(), self._loop).result(SLACK)
-
-    def residue(self) -> list[str]:
-        return []
 
     @staticmethod
     def is_engine_process(pid: int, mapped: set[str]) -> bool:

@@ -62,7 +62,9 @@ class _Rank:
 
     @classmethod
     def of(cls, wrapper: Any) -> _Rank:
-        return cls._of.setdefault(id(wrapper), cls(wrapper))
+        if id(wrapper) not in cls._of:
+            cls._of[id(wrapper)] = cls(wrapper)
+        return cls._of[id(wrapper)]
 
     def do_check(self, report: Report, _: dict[str, Any]) -> None:
         """Nothing is touched: what would keep this rank from coming back."""
@@ -89,7 +91,7 @@ class _Rank:
         self._finish_release(report)
         self._run(
             report,
-            (self.groups.name, lambda: self.groups.reacquire(options["init_method"], options.get("interface"))),
+            (self.groups.name, lambda: self.groups.reacquire(options["init_method"])),
             (self.cpu_shm.name, lambda: self.cpu_shm.reacquire(options["token"], _barrier)),
             (self.broadcasters.name, self.broadcasters.reacquire),
             ("new transport works", _prove),
