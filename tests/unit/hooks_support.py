@@ -46,6 +46,7 @@ def config(control: Path, **more: Any) -> dict[str, Any]:
         "unverified": "run",
         "require_level": "",
         "env_allow": [],
+        "io_uring": "block",
         **more,
     }
 
