@@ -120,16 +120,17 @@ class _Listener:
     """A thread that waits without a time limit: CPython's sigtimedwait returns an uninitialised signal when a stop (or a
     dump) interrupts it and its time is up meanwhile (3.11, Modules/signalmodule.c), and that could be a TERM nobody sent."""
 
-    arrived: queue.SimpleQueue[signal.struct_siginfo] | None = None
+    # Not a SimpleQueue: interrupted by a thaw, its wait with a time limit becomes one without (CPython 3.11).
+    arrived: queue.Queue[signal.struct_siginfo] | None = None
 
     @classmethod
-    def start(cls) -> queue.SimpleQueue[signal.struct_siginfo]:
-        cls.arrived = queue.SimpleQueue()
+    def start(cls) -> queue.Queue[signal.struct_siginfo]:
+        cls.arrived = queue.Queue()
         threading.Thread(target=cls._listen, args=(cls.arrived,), name="signals", daemon=True).start()
         return cls.arrived
 
     @staticmethod
-    def _listen(arrived: queue.SimpleQueue[signal.struct_siginfo]) -> None:
+    def _listen(arrived: queue.Queue[signal.struct_siginfo]) -> None:
         while True:
             arrived.put(signal.sigwaitinfo(WAITED))
 

@@ -52,7 +52,8 @@ class Control:
         self.machine = Machine(config, engine, self.ensure_guard)
         self._guard: subprocess.Popen[bytes] | None = None
         self._signals = protocol.waited_signals(config)
-        self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # Not a SimpleQueue: interrupted by a thaw, its wait with a time limit becomes one without (CPython 3.11).
+        self._arrived: queue.Queue[str] = queue.Queue()
         self._early: set[str] = set()
 
     def start(self) -> None:

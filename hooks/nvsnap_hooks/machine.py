@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 
 from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, residue, stacks
@@ -405,10 +404,5 @@ def end_tree(control_dir: str, fatal: Fatal) -> None:
         protocol.write_json(os.path.join(control_dir, protocol.VERDICT_FILE), verdict)
     except OSError:
         pass
-    for pid in coverage.tree():
-        if pid != os.getpid():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass
+    guard.kill_session()
     os._exit(fatal.exit_code)
