@@ -27,9 +27,11 @@ def decide(facts: Facts) -> tuple[int, str]:
     """The exit code, and a reason that is empty where the engine's own status says it all."""
     if facts.dumped is not None:
         return 0, f"the engine was dumped and lives on in the snapshot {facts.dumped}"
-    if facts.verdict is not None:
-        return facts.verdict
     code = _own(facts)
+    if facts.verdict is not None:
+        if facts.stop_asked:  # what was under way could not go on with an engine that was told to stop
+            return _SIGNALLED + signal.SIGTERM, f"asked to stop in the middle of it: {facts.verdict[1]}"
+        return facts.verdict
     if facts.stop_asked:
         return _after_stop(facts, code)
     if facts.dead:
