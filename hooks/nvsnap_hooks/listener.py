@@ -14,9 +14,9 @@ _TCP_CLOSE, _TCP_LISTEN = 7, 10  # include/net/tcp_states.h
 _REMOTE_WAIT = 2.0
 
 
-def dead_connections() -> int:
-    """Connections that CRIU brought back closed and that their owner has not closed yet."""
-    return sum(1 for _, state, sock in _tcp() if state == _TCP_CLOSE)
+def closed() -> set[int]:
+    """Descriptors of TCP sockets without a connection: never made, or brought back closed by CRIU."""
+    return {descriptor for descriptor, state, _ in _tcp() if state == _TCP_CLOSE}
 
 
 def silent() -> list[str]:

@@ -175,7 +175,8 @@ class Machine:
             self._check_environment()
         self._rebuild(timeout)
         if restored:
-            self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE)})
+            closed = self._under.closed
+            self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE, closed)})
         self._step("open admission", lambda: self.engine.open_admission(timeout))
         self._step("listener", self._check_listener)
         return restored
@@ -357,6 +358,7 @@ class _Circumstances:
     def __init__(self, control_dir: str, incarnation: str | None) -> None:
         self.incarnation = incarnation
         self.listeners = listener.count()
+        self.closed = listener.closed()
         self._start = procfs.stat(os.getpid())
         self._namespace = protocol.pid_namespace()
         self._frozen = _frozen(control_dir)

@@ -75,9 +75,9 @@ class Config(dict):  # type: ignore[type-arg]
 
 def waited_signals(config: Config) -> dict[int, str]:
     """Signal number -> the action it asks for. Empty for an agent that speaks through files alone."""
-    if config["agent"] == "files":
+    if config.get("agent") == "files":
         return {}
-    pairs = ((config["prepare_signal"], PREPARE), (config["restore_signal"], RESTORE))
+    pairs = ((config.get("prepare_signal"), PREPARE), (config.get("restore_signal"), RESTORE))
     return {number: action for number, action in pairs if number}
 
 

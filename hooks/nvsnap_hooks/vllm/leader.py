@@ -195,17 +195,18 @@ class VllmEngine:
     def open_admission(self, timeout: float) -> dict[str, Any]:
         return self.call("open", timeout)
 
-    def settle(self, seconds: float) -> int:
+    def settle(self, seconds: float, closed_before: set[int]) -> int:
         """After a thaw: give the event loop time to notice connections that came back closed. Returns how many are left.
 
         Their requests are aborted by vLLM itself as the loop sees the end of the connection; until then they must not run.
+        ``closed_before``: descriptors that had no connection when this process was prepared.
         """
         from .. import listener
 
         deadline = time.monotonic() + seconds
-        while left := listener.dead_connections():
+        while left := listener.closed() - closed_before:
             if time.monotonic() > deadline:
-                return left
+                return len(left)
             time.sleep(0.005)
         self._loop_turns()
         return 0
