@@ -4,7 +4,5 @@
 that CRIU brings back; ``inspect`` says what a folder holds and whether it can be brought back here.
 """
 
-from nvsnap_launch import hooktree
-
-# Importing hooktree makes nvsnap_hooks importable, whatever a module of this package imports first.
-HOOKS_DIR = hooktree.HOOKS_DIR
+# For its effect: nvsnap_hooks is importable, whatever a module of this package imports first.
+from nvsnap_launch import hooktree as hooktree

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nvsnap_launch import controldir
-from nvsnap_launch.settings import Settings, SettingsError
+from nvsnap_launch.settings import Settings
 from nvsnap_launch.snapshot import criu as criu_tool
-from nvsnap_launch.snapshot.errors import SnapshotError
-from nvsnap_launch.snapshot.progress import say
 
 FOLDER = click.Path(path_type=Path, file_okay=True)
 CRIU_HELP = "CRIU to use (variable NVSNAP_CRIU; default: on PATH, or where tools/unpack-criu puts it)."
@@ -23,19 +19,6 @@ CRIU_HELP = "CRIU to use (variable NVSNAP_CRIU; default: on PATH, or where tools
 @click.group()
 def snapshot() -> None:
     """Freeze a prepared engine into a folder with CRIU, and bring it back."""
-
-
-def finish(work: Callable[[], int]) -> None:
-    """Run a command's work; a SnapshotError becomes its sentence and its exit code."""
-    try:
-        code = work()
-    except (SettingsError, controldir.ControlDirectoryError) as error:
-        say(str(error))
-        code = 64
-    except SnapshotError as error:
-        say(str(error))
-        code = error.exit_code
-    sys.exit(code)
 
 
 @snapshot.command("create")
@@ -52,15 +35,12 @@ def create_command(
     A failure leaves no image and a server that serves.
     """
 
-    def work() -> int:
-        from nvsnap_launch.snapshot import create as creation
+    from nvsnap_launch.snapshot import create as creation
 
-        control = controldir.ControlDirectory(controldir.resolve(control_dir))
-        options = creation.Options(leave_running=leave_running, prepare_timeout=timeout)
-        creation.create(directory.absolute(), control, criu_tool.find(criu), options)
-        return 0
-
-    finish(work)
+    settings = Settings.load(control_dir=control_dir, criu=criu)
+    control = controldir.ControlDirectory(controldir.resolve(settings.control_dir))
+    options = creation.Options(leave_running=leave_running, prepare_timeout=timeout)
+    creation.create(directory.absolute(), control, criu_tool.find(settings.criu), options)
 
 
 def environment(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -99,32 +79,26 @@ def restore_command(
     changed: dict[str, str],
     unset: tuple[str, ...],
     wait_timeout: float,
-) -> None:
+) -> int:
     """Bring the engine in DIR back and supervise it; exits as the engine exits, with 74 if it did not come back."""
 
-    def work() -> int:
-        from nvsnap_launch.snapshot import restore as restoration
+    from nvsnap_launch.snapshot import restore as restoration
 
-        settings = Settings.load(control_dir=control_dir, criu=criu)
-        env: dict[str, str | None] = {**changed, **dict.fromkeys(unset)}
-        options = restoration.Options(pid_namespace=pid_namespace, wait_timeout=wait_timeout, env=env)
-        return restoration.restore(directory.absolute(), criu_tool.find(settings.criu), settings, options)
-
-    finish(work)
+    settings = Settings.load(control_dir=control_dir, criu=criu)
+    env: dict[str, str | None] = {**changed, **dict.fromkeys(unset)}
+    options = restoration.Options(pid_namespace=pid_namespace, wait_timeout=wait_timeout, env=env)
+    return restoration.restore(directory.absolute(), criu_tool.find(settings.criu), settings, options)
 
 
 @snapshot.command("inspect")
 @click.argument("directory", metavar="DIR", type=FOLDER)
 @click.option("--criu", metavar="PATH", help=CRIU_HELP)
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
-def inspect_command(directory: Path, criu: str | None, as_json: bool) -> None:
+def inspect_command(directory: Path, criu: str | None, as_json: bool) -> int:
     """Say what DIR holds and whether it can be brought back here: exit status 0 if so, 1 if not."""
 
-    def work() -> int:
-        from nvsnap_launch.snapshot import inspect
+    from nvsnap_launch.snapshot import inspect
 
-        report = inspect.inspect(directory.absolute(), criu)
-        click.echo(json.dumps(report, indent=1, sort_keys=True) if as_json else inspect.words(report))
-        return 0 if report["restorable"] else 1
-
-    finish(work)
+    report = inspect.inspect(directory.absolute(), Settings.load(criu=criu).criu)
+    click.echo(json.dumps(report, indent=1, sort_keys=True) if as_json else inspect.words(report))
+    return 0 if report["restorable"] else 1

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from types import FrameType
 from typing import Any
 
 from nvsnap_hooks import metadata as metadata_file
-from nvsnap_hooks import procfs
 
 from nvsnap_launch import client, processes
 from nvsnap_launch.controldir import ControlDirectory
-from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.hooktree import procfs, protocol
+from nvsnap_launch.rescue import UNFINISHED
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import obstacles, saved
 from nvsnap_launch.snapshot import tree as proc
@@ -34,9 +33,8 @@ from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Launcher, Manifest, Oute
 from nvsnap_launch.snapshot.progress import Clock, say, size_text
 from nvsnap_launch.snapshot.tree import Tree
 
-EXIT_REFUSED = 64
 RESERVE_BYTES = 64 << 20
-SETTLE_SECONDS = 10.0
+UNDO_SECONDS = 180.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Small files of ours in the control directory that the tree goes on with; status and requests are made anew.
 CONTROL_FILES = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE)
@@ -44,11 +42,10 @@ CONTROL_FILES = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FIL
 
 @dataclass(frozen=True)
 class Options:
-    """``prepare_timeout`` and ``undo_timeout`` in seconds."""
+    """``prepare_timeout``: seconds that the prepare may take."""
 
     leave_running: bool = False
     prepare_timeout: float = 180.0
-    undo_timeout: float = 180.0
 
 
 def create(directory: Path, control: ControlDirectory, criu: Criu, options: Options) -> Manifest:
@@ -58,7 +55,12 @@ def create(directory: Path, control: ControlDirectory, criu: Criu, options: Opti
     server could not be brought back to serving; Interrupted after a signal, undone likewise.
     """
     with signals_raise():
-        return Creation(directory, control, criu, options).run()
+        refuse_early(directory, control)
+        criu.check()
+        engine = find_engine(control)
+        refuse_what_never_works(engine.tree)
+        refuse_without_space(directory, engine.tree)
+        return Creation(directory, control, criu, options, engine).run()
 
 
 @contextlib.contextmanager
@@ -66,8 +68,7 @@ def signals_raise() -> Iterator[None]:
     """Let Ctrl-C and its kind interrupt the work as an exception, so that it is undone."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        for other in STOPPING:
-            signal.signal(other, signal.SIG_IGN)  # once is enough: the undo must not be interrupted
+        too_late_to_stop()
         raise Interrupted(number)
 
     before = {number: signal.signal(number, interrupt) for number in STOPPING}
@@ -78,82 +79,101 @@ def signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Creation:
-    """One run of ``create``: what it found, what it made so far, and how to take that back."""
+def too_late_to_stop() -> None:
+    """From here on a signal interrupts nothing: what goes on must reach its end."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
-    def __init__(self, directory: Path, control: ControlDirectory, criu: Criu, options: Options) -> None:
+
+# -- before anything is touched -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is to be frozen: PID of the leader as seen from here, its tree, and what the launcher told it."""
+
+    leader: int
+    tree: Tree
+    config: HooksConfig
+
+
+def find_engine(control: ControlDirectory) -> Engine:
+    """The engine of a control directory. Raises SnapshotError (64) when none lives."""
+    leader, entry = control.live_leader()
+    if not leader:
+        raise SnapshotError(f"no engine with hooks is running under {control.path}", protocol.EXIT_USAGE)
+    tree = proc.find_tree(leader)
+    return Engine(leader, tree, hooks_config(tree, str(entry.get("cookie") or "")))
+
+
+def refuse_early(directory: Path, control: ControlDirectory) -> None:
+    if os.geteuid() != 0:
+        raise SnapshotError("taking a snapshot needs root (CRIU does)", protocol.EXIT_USAGE)
+    if manifests.is_snapshot(directory):
+        raise SnapshotError(f"{directory} is a snapshot already: name another folder", protocol.EXIT_USAGE)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise SnapshotError(f"{directory} exists and is not an empty folder", protocol.EXIT_USAGE)
+    dump = control.dump() or {}
+    driver = processes.named_by(dump)
+    if driver and dump.get("phase") in UNFINISHED:
+        raise SnapshotError(f"another snapshot is being taken by process {driver}", protocol.EXIT_USAGE)
+
+
+def refuse_what_never_works(tree: Tree) -> None:
+    """Things that no prepare would change, so that the server isn't paused for nothing."""
+    if os.getpid() in tree.pids:
+        raise SnapshotError("this command runs inside the tree that it should freeze", protocol.EXIT_USAGE)
+    pipes, leaked = obstacles.pipes_to_outside(tree)
+    for text in leaked:
+        say(f"{text}: it will have no other end after a restore")
+    hopeless = [*pipes, *obstacles.terminals(tree)]
+    if hopeless:
+        raise SnapshotError(f"a snapshot would not work: {'; '.join(hopeless)}", protocol.EXIT_USAGE)
+
+
+def refuse_without_space(directory: Path, tree: Tree) -> None:
+    needed = sum(map(proc.memory_bytes, tree.pids)) + RESERVE_BYTES
+    place = next(parent for parent in directory.absolute().parents if parent.exists())
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        raise SnapshotError(f"{place}: {error.strerror}", protocol.EXIT_USAGE) from error
+    if free < needed:
+        text = f"{size_text(needed)} are needed in {place}, {size_text(free)} are free"
+        raise SnapshotError(f"not enough space for a snapshot: {text}", protocol.EXIT_USAGE)
+
+
+class Creation:
+    """One run of ``create``: what it made so far, and how to take that back."""
+
+    def __init__(
+        self, directory: Path, control: ControlDirectory, criu: Criu, options: Options, engine: Engine
+    ) -> None:
         self.directory = directory
         self.partial = directory.with_name(directory.name + ".partial")
         self.control = control
         self.criu = criu
         self.options = options
+        self.leader = engine.leader
+        self.tree = engine.tree
+        self.config = engine.config
         self.clock = Clock()
         self.id = str(uuid.uuid4())
         self.touched = False  # prepare was asked for, or found done
+        self.unanswered = False  # it was asked for, and may yet be carried out
+        self.dumping = False
         self.complete = False
-        self.remaps_before: set[str] = set()
 
     def run(self) -> Manifest:
-        self.refuse_early()
-        self.leader = self.find_leader()
-        self.tree = proc.find_tree(self.leader)
-        self.config = hooks_config(self.tree, self.cookie)
-        self.refuse_what_never_works()
         try:
             return self.work()
+        except OSError as error:
+            failed = SnapshotError(f"files: {error}")
+            self.undo(failed)
+            raise failed from error
         except BaseException as error:
             self.undo(error)
             raise
-
-    # -- before anything is touched ---------------------------------------------------------------------------
-
-    def refuse_early(self) -> None:
-        if os.geteuid() != 0:
-            raise SnapshotError("taking a snapshot needs root (CRIU does)", EXIT_REFUSED)
-        if manifests.is_snapshot(self.directory):
-            raise SnapshotError(f"{self.directory} is a snapshot already: name another folder", EXIT_REFUSED)
-        if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
-            raise SnapshotError(f"{self.directory} exists and is not an empty folder", EXIT_REFUSED)
-        self.refuse_second_driver()
-        self.criu.check()
-
-    def refuse_second_driver(self) -> None:
-        dump = self.control.dump() or {}
-        driver = processes.find(int(dump.get("pid") or 0), int(dump.get("pid_namespace") or 0))
-        if dump.get("phase") == "dumping" and driver is not None:
-            raise SnapshotError(f"another snapshot is being taken by process {driver.pid}", EXIT_REFUSED)
-
-    def find_leader(self) -> int:
-        """PID, as seen from here, of the live leader."""
-        entry = self.control.leader() or (self.control.status() or {}).get("leader") or {}
-        found = processes.find(int(entry.get("pid") or 0), int(entry.get("pid_namespace") or 0))
-        self.cookie = str(entry.get("cookie") or "")
-        if found is None:
-            raise SnapshotError(f"no engine with hooks is running under {self.control.path}", EXIT_REFUSED)
-        return int(found.pid)
-
-    def refuse_what_never_works(self) -> None:
-        """Things that no prepare would change, so that the server isn't paused for nothing."""
-        if os.getpid() in self.tree.pids:
-            raise SnapshotError("this command runs inside the tree that it should freeze", EXIT_REFUSED)
-        pipes, leaked = obstacles.pipes_to_outside(self.tree)
-        for text in leaked:
-            say(f"{text}: it will have no other end after a restore")
-        hopeless = [*pipes, *obstacles.terminals(self.tree)]
-        if hopeless:
-            raise SnapshotError(f"a snapshot would not work: {'; '.join(hopeless)}", EXIT_REFUSED)
-        self.refuse_without_space()
-
-    def refuse_without_space(self) -> None:
-        needed = sum(map(proc.memory_bytes, self.tree.pids)) + RESERVE_BYTES
-        place = next(parent for parent in self.directory.absolute().parents if parent.exists())
-        try:
-            free = shutil.disk_usage(place).free
-        except OSError as error:
-            raise SnapshotError(f"{place}: {error.strerror}", EXIT_REFUSED) from error
-        if free < needed:
-            text = f"{size_text(needed)} are needed in {place}, {size_text(free)} are free"
-            raise SnapshotError(f"not enough space for a snapshot: {text}", EXIT_REFUSED)
 
     # -- the work ---------------------------------------------------------------------------------------------
 
@@ -162,7 +182,7 @@ class Creation:
         self.prepare()
         with self.clock.step("audit"):
             self.tree = proc.find_tree(self.leader)
-            found = obstacles.obstacles(self.tree)
+            found = obstacles.obstacles(self.tree, self.config.io_uring_allowed)
             if found:
                 raise SnapshotError("\n  ".join(["CRIU could not dump this tree:", *found]))
         facts = self.facts()
@@ -184,18 +204,22 @@ class Creation:
             self.partial.mkdir(mode=0o700, parents=True)
             (self.partial / IMAGES_DIR).mkdir(mode=0o700)
         except OSError as error:
-            raise SnapshotError(f"{self.partial} cannot be made: {error.strerror}", EXIT_REFUSED) from error
+            raise SnapshotError(f"{self.partial} cannot be made: {error.strerror}", protocol.EXIT_USAGE) from error
 
     def prepare(self) -> None:
+        self.touched = True
         if (self.control.status() or {}).get("state") == protocol.PREPARED:
-            self.touched = True
             say("prepared already")
             return
-        self.touched = True
+        # Said before: should this process be killed, the launcher undoes the prepare.
+        self.write_phase("preparing")
+        self.unanswered = True
         with self.clock.step("prepare"):
             try:
                 client.request(self.control, protocol.PREPARE, self.options.prepare_timeout)
+                self.unanswered = False
             except client.RequestFailed as error:
+                self.unanswered = error.last is None
                 raise SnapshotError(f"prepare: {error.reason}") from error
 
     def write_phase(self, phase: str) -> None:
@@ -204,31 +228,32 @@ class Creation:
         protocol.write_json(self.control.path / protocol.DUMP_FILE, value)
 
     def dump(self) -> None:
-        folders = saved.remap_folders(self.tree)
-        self.remaps_before = saved.link_remaps(self.tree.files, folders)
-        self.remap_folders = folders
+        # Left by a dump that failed before: CRIU would stumble over it.
+        self.remove_remaps()
         self.write_phase("dumping")
+        self.dumping = True
         enter = None if same_namespaces(self.tree.root) else self.tree.root
         self.criu.dump(self.tree.inner_root, self.partial / IMAGES_DIR, enter)
 
-    def new_remaps(self) -> set[str]:
-        return saved.link_remaps(self.tree.files, self.remap_folders) - self.remaps_before
+    def remove_remaps(self) -> None:
+        saved.remove(str(self.tree.files) + name for name in saved.link_remaps(self.tree))
 
     def facts(self) -> dict[str, Any]:
         """What only the running tree shows."""
         status = self.control.status() or {}
+        owner = (proc.PROC / str(self.leader)).stat()
         return {
             "root_pid": self.tree.inner_root,
-            "leader_pid": proc.inner_pid(self.leader),
+            "leader_pid": procfs.inner_pid(self.leader),
             "ids": self.tree.inner_ids(),
             "process_count": len(self.tree.pids),
-            "uid": (proc.PROC / str(self.leader)).stat().st_uid,
+            "uid": owner.st_uid,
+            "gid": owner.st_gid,
             "engine": status.get("engine") or {},
             "generation": int(status.get("generation") or 0),
             "incarnation": self.incarnation(status),
             "cwd": sorted({str(item) for item in map(proc.working_directory, self.tree.pids) if item}),
             "listening": proc.listening(self.tree),
-            "memory_bytes": sum(map(proc.memory_bytes, self.tree.pids)),
         }
 
     def incarnation(self, status: dict[str, Any]) -> str | None:
@@ -246,7 +271,7 @@ class Creation:
         control_dir = self.config.control_dir
         streams = find_streams(self.tree)
         handed = {stream.path for stream in streams}
-        memory = saved.shared_memory(self.tree) | self.new_remaps()
+        memory = saved.shared_memory(self.tree) | saved.link_remaps(self.tree)
         memory |= saved.other_names(self.tree.files, memory)
         own = control_names(self.tree, control_dir) - handed
         outer = find_outer(self.tree, memory | own | handed)
@@ -276,9 +301,7 @@ class Creation:
         manifest.write(self.partial)
         for path in (self.partial / IMAGES_DIR, self.partial):
             manifests.sync(path)
-        # From here on a signal is too late: the snapshot is there.
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
+        too_late_to_stop()
         self.partial.rename(self.directory)
         self.complete = True
         with contextlib.suppress(OSError):
@@ -287,20 +310,20 @@ class Creation:
 
     def release(self) -> None:
         if self.options.leave_running:
-            saved.remove(str(self.tree.files) + name for name in self.new_remaps())
+            self.remove_remaps()
             with self.clock.step("undo"):
                 self.bring_back()
             return
         shared = self.tree.files / "dev/shm"
         holder = os.open(shared, os.O_RDONLY | os.O_DIRECTORY) if shared.is_dir() else None
-        names = saved.shared_memory(self.tree) | self.new_remaps()
+        names = saved.shared_memory(self.tree) | saved.link_remaps(self.tree)
         names |= saved.other_names(self.tree.files, names)
         others = {name for name in names if not name.startswith(saved.SHM)}
         with contextlib.suppress(OSError):
             self.write_phase("done")
         with self.clock.step("end"):
             saved.remove(str(self.tree.files) + name for name in others)
-            kill_all(self.tree.pids)
+            proc.kill_all(self.tree.pids)
             if holder is not None:
                 remove_below(holder, names)
                 os.close(holder)
@@ -309,12 +332,13 @@ class Creation:
 
     def undo(self, error: BaseException) -> None:
         """Take everything back. Raises SnapshotError (75) when the server does not serve again."""
+        too_late_to_stop()
         if self.complete:
             return
         why = str(error).splitlines()[0].rstrip(":") if str(error) else type(error).__name__
         say(f"taking it back: {why}")
-        if hasattr(self, "remap_folders"):
-            saved.remove(str(self.tree.files) + name for name in self.new_remaps())
+        if self.dumping:
+            self.remove_remaps()
         # First: on a full disk the control directory may need the space.
         shutil.rmtree(self.partial, ignore_errors=True)
         if self.touched:
@@ -322,15 +346,15 @@ class Creation:
 
     def bring_back(self, error: BaseException | None = None) -> None:
         """Continue the stopped tree, undo the prepare, wait until it serves."""
-        resume(self.tree.pids)
+        proc.resume(self.tree.pids)
         if self.control.dump() is not None:
             with contextlib.suppress(OSError):
                 self.write_phase("failed")
-        if (self.control.status() or {}).get("state") == protocol.SERVING:
+        if not self.unanswered and (self.control.status() or {}).get("state") == protocol.SERVING:
             return
         try:
-            client.request(self.control, protocol.RESTORE, self.options.undo_timeout)
-            client.wait_for(self.control, protocol.SERVING, self.options.undo_timeout)
+            client.request(self.control, protocol.RESTORE, UNDO_SECONDS)
+            client.wait_for(self.control, protocol.SERVING, UNDO_SECONDS)
         except client.RequestFailed as failed:
             before = f"{error}\n  and " if error is not None else ""
             reason = f"{before}the server could not be brought back to serving: {failed.reason}"
@@ -346,6 +370,7 @@ class HooksConfig:
     cookie: str
     metadata: str
     launcher: Launcher
+    io_uring_allowed: bool
 
 
 def hooks_config(tree: Tree, cookie: str) -> HooksConfig:
@@ -359,10 +384,14 @@ def hooks_config(tree: Tree, cookie: str) -> HooksConfig:
             value = json.loads(text)
             if value["cookie"] == cookie:
                 return HooksConfig(
-                    str(value["control_dir"]), cookie, str(value["metadata"]), Launcher.model_validate(value)
+                    control_dir=str(value["control_dir"]),
+                    cookie=cookie,
+                    metadata=str(value["metadata"]),
+                    launcher=Launcher.model_validate(value),
+                    io_uring_allowed=value.get("io_uring") == "allow",
                 )
     reason = f"process {tree.root} has no usable {protocol.CONFIG_VARIABLE}: it was not started by this launcher"
-    raise SnapshotError(reason, EXIT_REFUSED)
+    raise SnapshotError(reason, protocol.EXIT_USAGE)
 
 
 def same_namespaces(pid: int) -> bool:
@@ -378,7 +407,7 @@ def remove_left_over(partial: Path) -> None:
     """Remove what a killed driver left; anything else of that name is refused."""
     names = {entry.name for entry in partial.iterdir()} if partial.is_dir() else {"?"}
     if names - {IMAGES_DIR, manifests.DATA_DIR, manifests.MANIFEST_FILE}:
-        raise SnapshotError(f"{partial} is in the way and not of our making", EXIT_REFUSED)
+        raise SnapshotError(f"{partial} is in the way and not of our making", protocol.EXIT_USAGE)
     shutil.rmtree(partial)
 
 
@@ -400,8 +429,9 @@ def control_names(tree: Tree, control_dir: str) -> set[str]:
     names = {f"{control_dir}/{name}" for name in CONTROL_FILES}
     processes_dir = place / protocol.PROCESSES_DIR
     names |= {f"{control_dir}/{protocol.PROCESSES_DIR}/{path.name}" for path in processes_dir.glob("*.json")}
-    opened = {item.target for item in tree.descriptors()} | tree.mapped_paths()
-    return names | {path for path in opened if path.startswith(control_dir + "/") and not path.endswith(proc.DELETED)}
+    return names | {
+        path for path in tree.paths() if path.startswith(control_dir + "/") and not path.endswith(proc.DELETED)
+    }
 
 
 def folders_below(files: Path, folder: str) -> list[str]:
@@ -411,37 +441,13 @@ def folders_below(files: Path, folder: str) -> list[str]:
 
 def find_outer(tree: Tree, known: set[str]) -> list[OuterFile]:
     """Regular files that the tree maps or has open and that stay outside the snapshot."""
-    paths = tree.mapped_paths() | {item.target for item in tree.descriptors() if item.target.startswith("/")}
     found = []
-    for path in sorted(paths - known):
+    for path in sorted(tree.paths() - known):
         place = tree.files / path.lstrip("/")
         if path.startswith(("/dev/", "/proc/")) or path.endswith(proc.DELETED) or not place.is_file():
             continue
         found.append(OuterFile(path=path, size=place.stat().st_size))
     return found
-
-
-def resume(pids: list[int]) -> None:
-    """Continue stopped processes until none is stopped (a killed CRIU lets go of them a little later)."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
-        stopped = [pid for pid in pids if proc.state(pid) in ("T", "t")]
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        if not stopped or time.monotonic() > deadline:
-            return
-        time.sleep(0.01)
-
-
-def kill_all(pids: list[int]) -> None:
-    """End a stopped tree: nothing of it runs again, so the order does not matter."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while any(proc.alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def remove_below(folder: int, names: set[str]) -> None:

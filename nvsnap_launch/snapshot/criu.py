@@ -7,7 +7,6 @@ every TCP socket for SO_PASSCRED, which those kernels refuse (checkpoint-restore
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -18,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvsnap_launch import libc
+from nvsnap_launch.hooktree import protocol
 from nvsnap_launch.snapshot.errors import Interrupted, SnapshotError
 
 DEFAULT_PLACES = (Path("/opt/nvsnap/criu/criu"), Path(__file__).resolve().parents[2] / ".work" / "criu" / "criu")
@@ -31,7 +32,6 @@ COMMON_FLAGS = (
 )
 # Printed by every run of an unprivileged-limits container, and harmless.
 HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't keep kdat cache")
-PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.02
 
 
@@ -51,7 +51,9 @@ class Criu:
         result = run_plain([self.path, "check"])
         if result.returncode:
             words = [line for line in result.stdout.splitlines() if line.strip()]
-            raise SnapshotError(f"CRIU cannot work here: {' / '.join(words[-3:]) or 'criu check failed'}", 64)
+            raise SnapshotError(
+                f"CRIU cannot work here: {' / '.join(words[-3:]) or 'criu check failed'}", protocol.EXIT_USAGE
+            )
 
     def dump(self, root: int, images: Path, enter: int | None = None) -> None:
         """Freeze the tree under ``root`` (its PID where CRIU runs) and leave it stopped.
@@ -80,25 +82,28 @@ class Criu:
         run_criu([*command, *COMMON_FLAGS], log, "restore", [descriptor for descriptor, _ in inherited])
 
 
-def find(explicit: str | None = None) -> Criu:
-    """The CRIU to use: ``explicit``, NVSNAP_CRIU, PATH, or where tools/unpack-criu puts it.
+def find(named: str | None) -> Criu:
+    """The CRIU to use: the one that is named (Settings.criu), on PATH, or where tools/unpack-criu puts it.
 
     Raises SnapshotError (64) when there is none, it does not start, or it is too old for this kernel.
     """
-    named = explicit or os.environ.get("NVSNAP_CRIU")
     path = named or shutil.which("criu") or next((str(place) for place in DEFAULT_PLACES if place.exists()), None)
     if path is None:
-        raise SnapshotError("CRIU was not found: run tools/unpack-criu, or name it with --criu or NVSNAP_CRIU", 64)
+        raise SnapshotError(
+            "CRIU was not found: run tools/unpack-criu, or name it with --criu or NVSNAP_CRIU", protocol.EXIT_USAGE
+        )
     found = shutil.which(path)
     if found is None:
-        raise SnapshotError(f"CRIU: {path} is not there or cannot be executed", 64)
+        raise SnapshotError(f"CRIU: {path} is not there or cannot be executed", protocol.EXIT_USAGE)
     path = str(Path(found).resolve())
     version = read_version(path)
     needed = needed_version(os.uname().release)
     if version[:2] < needed:
         text = ".".join(map(str, version))
         wanted = ".".join(map(str, needed))
-        raise SnapshotError(f"CRIU {text} ({path}) is too old: Linux {os.uname().release} needs {wanted} or newer", 64)
+        raise SnapshotError(
+            f"CRIU {text} ({path}) is too old: Linux {os.uname().release} needs {wanted} or newer", protocol.EXIT_USAGE
+        )
     return Criu(path, version)
 
 
@@ -114,7 +119,7 @@ def read_version(path: str) -> tuple[int, ...]:
     match = re.search(r"^Version: (\d+(?:\.\d+)*)", result.stdout, re.MULTILINE)
     if match is None:
         line = result.stdout.strip().splitlines()[-1:] or [f"exit status {result.returncode}"]
-        raise SnapshotError(f"{path} does not answer like CRIU: {line[0]}", 64)
+        raise SnapshotError(f"{path} does not answer like CRIU: {line[0]}", protocol.EXIT_USAGE)
     return tuple(int(part) for part in match[1].split("."))
 
 
@@ -124,13 +129,13 @@ def run_plain(command: list[str]) -> subprocess.CompletedProcess[str]:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SnapshotError(f"{command[0]} cannot be started: {error}", 64) from error
+        raise SnapshotError(f"{command[0]} cannot be started: {error}", protocol.EXIT_USAGE) from error
 
 
 def child_setup() -> None:
     """In the child before exec: CRIU sets its own signal mask from an empty one, and must not outlive its driver."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_criu(command: list[str], log: Path, action: str, descriptors: Sequence[int]) -> None:

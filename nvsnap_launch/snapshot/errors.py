@@ -1,10 +1,15 @@
-"""The one exception of the driver: a sentence for the user and the exit code that goes with it."""
+"""The driver's exceptions: words for the user and the exit code that goes with them."""
 
 from __future__ import annotations
 
+from nvsnap_launch.errors import UserError
 
-class SnapshotError(Exception):
-    """What went wrong, in one sentence. ``exit_code``: 1 failed but the server serves, 64 usage or refused, 74, 75."""
+
+class SnapshotError(UserError):
+    """What went wrong, with CRIU's own lines below if it was CRIU.
+
+    ``exit_code``: 1 failed but the server serves, 64 usage or refused, 74, 75.
+    """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import Manifest
 from nvsnap_launch.snapshot.progress import size_text
-from nvsnap_launch.snapshot.restore import ids_in_use, missing_files
+from nvsnap_launch.snapshot.restore import ids_in_use, reasons
 
 
-def inspect(directory: Path, criu: str | None = None) -> dict[str, Any]:
+def inspect(directory: Path, criu: str | None) -> dict[str, Any]:
     """The facts of a snapshot. Raises SnapshotError when it is none (64) or its manifest is damaged (74)."""
     manifest = manifests.load(directory)
-    reasons = [*manifests.problems(directory, manifest), *missing_files(manifest), *criu_problems(manifest, criu)]
-    if os.geteuid() != 0:
-        reasons.append("restoring needs root")
+    against = why_not(directory, manifest, criu)
     in_use = ids_in_use(manifest)
     return {
         "directory": str(directory),
@@ -34,6 +31,7 @@ def inspect(directory: Path, criu: str | None = None) -> dict[str, Any]:
         "root_pid": manifest.root_pid,
         "leader_pid": manifest.leader_pid,
         "uid": manifest.uid,
+        "gid": manifest.gid,
         "processes": manifest.process_count,
         "listening": manifest.listening,
         "logs": [stream.path for stream in manifest.streams],
@@ -42,21 +40,17 @@ def inspect(directory: Path, criu: str | None = None) -> dict[str, Any]:
         "seconds": manifest.seconds,
         "pids_in_use": in_use,
         "pid_namespace": "new" if in_use else "any",
-        "restorable": not reasons,
-        "reasons": reasons,
+        "restorable": not against,
+        "reasons": against,
     }
 
 
-def criu_problems(manifest: Manifest, explicit: str | None) -> list[str]:
+def why_not(directory: Path, manifest: Manifest, criu: str | None) -> list[str]:
     try:
-        found = criu_tool.find(explicit)
-        found.check()
+        found, missing = criu_tool.find(criu), []
     except SnapshotError as error:
-        return [str(error)]
-    made = tuple(int(part) for part in manifest.criu.split("."))
-    if found.version[:2] < made[:2]:
-        return [f"the image was made by CRIU {manifest.criu}, here is the older {found.version_text}"]
-    return []
+        found, missing = None, [str(error)]
+    return [reason.text for reason in reasons(directory, manifest, found)] + missing
 
 
 def words(report: dict[str, Any]) -> str:

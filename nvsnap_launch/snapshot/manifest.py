@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from nvsnap_launch.hooktree import protocol
 from nvsnap_launch.snapshot.errors import SnapshotError
 
 KIND = "nvsnap-snapshot"
@@ -22,8 +23,6 @@ DATA_DIR = "files"
 FULL_HASH_LIMIT = 4 << 20
 SAMPLE_BYTES = 64 << 10
 SAMPLE_EVERY = 16 << 20
-EXIT_NO_SNAPSHOT = 64
-EXIT_DAMAGED = 74
 
 
 class Model(BaseModel):
@@ -87,6 +86,7 @@ class Manifest(Model):
     ids: list[int]
     process_count: int
     uid: int
+    gid: int
     engine: dict[str, Any]
     generation: int
     incarnation: str | None
@@ -94,7 +94,6 @@ class Manifest(Model):
     criu: str
     cwd: list[str]
     listening: list[str]
-    memory_bytes: int
     streams: list[Stream]
     saved: list[SavedFile]
     control: list[SavedFile]
@@ -126,28 +125,32 @@ def load(directory: Path) -> Manifest:
     """The manifest of a snapshot. Raises SnapshotError: 64 not a snapshot or another schema, 74 damaged."""
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
-        raise SnapshotError(f"{directory} is not a folder", EXIT_NO_SNAPSHOT)
+        raise SnapshotError(f"{directory} is not a folder", protocol.EXIT_USAGE)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SnapshotError(f"{directory} is not a snapshot: it has no {MANIFEST_FILE}", EXIT_NO_SNAPSHOT) from None
+        raise SnapshotError(f"{directory} is not a snapshot: it has no {MANIFEST_FILE}", protocol.EXIT_USAGE) from None
     except OSError as error:
-        raise SnapshotError(f"{path} cannot be read: {error.strerror}", EXIT_NO_SNAPSHOT) from error
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}", protocol.EXIT_USAGE) from error
     except ValueError:
-        raise SnapshotError(f"{path} is damaged: it is not whole JSON", EXIT_DAMAGED) from None
+        raise SnapshotError(f"{path} is damaged: it is not whole JSON", protocol.EXIT_RESTORE_FAILED) from None
     return parse(path, value)
 
 
 def parse(path: Path, value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise SnapshotError(f"{path} is not a manifest of this driver", EXIT_NO_SNAPSHOT)
+        raise SnapshotError(f"{path} is not a manifest of this driver", protocol.EXIT_USAGE)
     if value.get("schema") != SCHEMA:
-        raise SnapshotError(f"{path} has schema {value.get('schema')!r}, this driver reads {SCHEMA}", EXIT_NO_SNAPSHOT)
+        raise SnapshotError(
+            f"{path} has schema {value.get('schema')!r}, this driver reads {SCHEMA}", protocol.EXIT_USAGE
+        )
     try:
         return Manifest.model_validate(value)
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise SnapshotError(f"{path} is damaged: {place}: {error.errors()[0]['msg']}", EXIT_DAMAGED) from None
+        raise SnapshotError(
+            f"{path} is damaged: {place}: {error.errors()[0]['msg']}", protocol.EXIT_RESTORE_FAILED
+        ) from None
 
 
 def digest(path: Path) -> tuple[Literal["full", "sampled"], str]:

@@ -8,37 +8,45 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from nvsnap_launch import signals
+from nvsnap_launch import libc, signals
 from nvsnap_launch.hooktree import protocol
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.progress import say
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWPID = 0x20000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
-MS_REC = 16384
-MS_PRIVATE = 1 << 18
-PR_SET_PDEATHSIG = 1
 RESERVED_PIDS = 300  # the kernel starts over from here when the numbers wrap
 HEADROOM = 1000
 
-libc = ctypes.CDLL(None, use_errno=True)
+
+class Tether:
+    """Ends this process, with KILL, when the one that made its namespace ends."""
+
+    def __init__(self, watched: int) -> None:
+        self.watched = watched
+        self.fasten()
+
+    def fasten(self) -> None:
+        """Again after every change of user: the kernel lets go then (PR_SET_PDEATHSIG in prctl(2))."""
+        libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have died before the call took effect: then nobody holds the pipe's other end.
+        gone, _, _ = select.select([self.watched], [], [], 0)
+        if gone:
+            os._exit(protocol.EXIT_RESTORE_FAILED)
 
 
-def run_inside(work: Callable[[], int]) -> int:
+def run_inside(work: Callable[[Tether], int]) -> int:
     """Run ``work`` as PID 1 of a new PID namespace with its own /proc and /dev/shm; returns its exit status.
 
     The signals of signals.WAITED must be blocked. Raises SnapshotError when the namespaces can't be made.
     """
-    call("a PID namespace cannot be made", libc.unshare, CLONE_NEWPID)
+    with failing("a PID namespace cannot be made"):
+        libc.unshare(libc.CLONE_NEWPID)
     watched, held = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -50,14 +58,14 @@ def run_inside(work: Callable[[], int]) -> int:
     return stand_for(pid)
 
 
-def inner(work: Callable[[], int], watched: int) -> int:
+def inner(work: Callable[[Tether], int], watched: int) -> int:
     """The child's whole life; never returns into the caller's stack."""
     code = protocol.EXIT_BUG
     try:
-        die_with_parent(watched)
+        tether = Tether(watched)
         os.setsid()  # the terminal's signals reach the outer process, which passes them on once
         own_mounts()
-        code = work()
+        code = work(tether)
     except SnapshotError as error:
         say(str(error))
         code = error.exit_code
@@ -69,22 +77,14 @@ def inner(work: Callable[[], int], watched: int) -> int:
     return code
 
 
-def die_with_parent(watched: int) -> None:
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the call took effect: then nobody holds the pipe's other end.
-    gone, _, _ = select.select([watched], [], [], 0)
-    os.close(watched)
-    if gone:
-        os._exit(protocol.EXIT_RESTORE_FAILED)
-
-
 def own_mounts() -> None:
     size = shm_size()
-    call("a mount namespace cannot be made", libc.unshare, CLONE_NEWNS)
-    mount("none", "/", None, MS_REC | MS_PRIVATE)
-    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    with failing("a mount namespace cannot be made"):
+        libc.unshare(libc.CLONE_NEWNS)
+    mount("none", "/", None, libc.MS_REC | libc.MS_PRIVATE)
+    mount("proc", "/proc", "proc", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC)
     if os.path.isdir("/dev/shm"):  # noqa: PTH112
-        mount("shm", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777{size}")
+        mount("shm", "/dev/shm", "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, f"mode=1777{size}")
 
 
 def shm_size() -> str:
@@ -97,14 +97,16 @@ def shm_size() -> str:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    text = kind.encode() if kind else None
-    call(f"{target} cannot be mounted", libc.mount, source.encode(), target.encode(), text, flags, data.encode())
+    with failing(f"{target} cannot be mounted"):
+        libc.mount(source, target, kind, flags, data)
 
 
-def call(failure: str, function: Callable[..., int], *arguments: object) -> None:
-    if function(*arguments) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise SnapshotError(f"{failure}: {reason}", protocol.EXIT_RESTORE_FAILED)
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SnapshotError(f"{what}: {error.strerror}", protocol.EXIT_RESTORE_FAILED) from error
 
 
 def stand_for(pid: int) -> int:

@@ -10,24 +10,22 @@ import os
 import re
 import stat
 
+from nvsnap_hooks import residue
+
+from nvsnap_launch.hooktree import procfs
 from nvsnap_launch.snapshot import tree as proc
 from nvsnap_launch.snapshot.tree import Descriptor, Tree
 
-UNDUMPABLE = {
-    "anon_inode:[io_uring]": "an io_uring",
-    "anon_inode:[fanotify]": "a fanotify watch",
-    "anon_inode:[userfaultfd]": "a userfaultfd",
-    "anon_inode:[perf_event]": "a performance counter",
-    "anon_inode:bpf-prog": "a BPF program",
-    "anon_inode:bpf-map": "a BPF map",
-}
 MEMORY_DEVICES = 1  # major number of null, zero, full, random, urandom
 TTY_DEVICES = (4, 5, *range(136, 144))
 
 
-def obstacles(tree: Tree) -> list[str]:
-    """One sentence for each thing that stands in the way, naming process and thing; empty when there is none."""
-    return [*strays(tree), *bad_descriptors(tree), *inner_connections(tree)]
+def obstacles(tree: Tree, io_uring_allowed: bool) -> list[str]:
+    """One sentence for each thing that stands in the way, naming process and thing; empty when there is none.
+
+    ``io_uring_allowed``: the launcher was told that this CRIU can dump one.
+    """
+    return [*strays(tree), *bad_descriptors(tree, io_uring_allowed), *inner_connections(tree)]
 
 
 def who(pid: int) -> str:
@@ -36,15 +34,15 @@ def who(pid: int) -> str:
 
 def strays(tree: Tree) -> list[str]:
     """Processes of the engine's session whose parent is outside the tree: CRIU would leave them behind."""
-    members = set(tree.pids)
-    outside = (p for p in proc.all_pids() if p not in members and proc.session(p) == tree.root)
-    return [f"{who(pid)} is of the engine's session, but not below its root" for pid in outside if proc.alive(pid)]
+    outside = sorted(set(procfs.all_pids()) - set(tree.pids))
+    found = [pid for pid in outside if procfs.session(pid) == tree.root and procfs.alive(pid)]
+    return [f"{who(pid)} is of the engine's session, but not below its root" for pid in found]
 
 
-def bad_descriptors(tree: Tree) -> list[str]:
+def bad_descriptors(tree: Tree, io_uring_allowed: bool) -> list[str]:
     found = []
     for item in tree.descriptors():
-        what = UNDUMPABLE.get(item.target) or watched_overlay(item) or device(item)
+        what = residue.undumpable(item.target, io_uring_allowed) or watched_overlay(item) or device(item)
         if what:
             found.append(f"{who(item.pid)} holds {what} (descriptor {item.number})")
     return found
@@ -66,11 +64,8 @@ def watched_overlay(item: Descriptor) -> str | None:
 def device(item: Descriptor) -> str | None:
     if not item.target.startswith("/dev/") or item.target.startswith("/dev/shm/"):
         return None
-    try:
-        info = (proc.PROC / str(item.pid) / "fd" / str(item.number)).stat()
-    except OSError:
-        return None
-    if not stat.S_ISCHR(info.st_mode) or os.major(info.st_rdev) == MEMORY_DEVICES:
+    info = item.info()
+    if info is None or not stat.S_ISCHR(info.st_mode) or os.major(info.st_rdev) == MEMORY_DEVICES:
         return None
     if os.major(info.st_rdev) in TTY_DEVICES:
         return f"the terminal {item.target}: start the engine with --stdio auto or file:PATH"
@@ -84,13 +79,8 @@ def terminals(tree: Tree) -> list[str]:
 
 def inner_connections(tree: Tree) -> list[str]:
     """TCP connections with both ends inside the tree: both would come back closed."""
-    rows = [item for item in proc.tcp_sockets(tree) if item.state == "ESTABLISHED"]
-    ends = {(item.remote, item.local) for item in rows}
-    return [
-        f"{who(item.pid)} holds a TCP connection inside the tree, {item.local} to {item.remote}"
-        for item in rows
-        if (item.local, item.remote) in ends
-    ]
+    found = residue.inner_connections(tree.pids)
+    return [f"{who(pid)} holds a {text}" for pid, texts in found.items() for text in texts]
 
 
 def pipes_to_outside(tree: Tree) -> tuple[list[str], list[str]]:
@@ -105,7 +95,7 @@ def pipes_to_outside(tree: Tree) -> tuple[list[str], list[str]]:
     members = set(tree.pids)
     standard: list[str] = []
     others: list[str] = []
-    for pid in proc.all_pids() if mine else ():
+    for pid in procfs.all_pids() if mine else ():
         for other in () if pid in members else proc.descriptors(pid):
             held = mine.pop(other.target, None)
             if held is None:

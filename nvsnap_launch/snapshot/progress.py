@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 
+from nvsnap_launch import PREFIX
+
 
 def say(message: str) -> None:
     """One line on stderr. A closed stderr is no reason to lose a snapshot."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"nvsnap-launch: {message}", file=sys.stderr, flush=True)
+        print(f"{PREFIX}{message}", file=sys.stderr, flush=True)
 
 
 def size_text(size: int) -> str:

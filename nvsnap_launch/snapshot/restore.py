@@ -1,7 +1,8 @@
 """``snapshot restore``: become the supervisor of the tree that CRIU brings back.
 
 Everything that can be refused is refused before anything starts. Files go back first, then the metadata that tells
-the engine, then CRIU; the tree's root is this process's child (CRIU's --restore-sibling).
+the engine, then CRIU; the tree's root is this process's child (CRIU's --restore-sibling). Only CRIU and the reading of
+the snapshot are done as root: all else, and the supervision, as the user that the tree belongs to.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from nvsnap_hooks import metadata as metadata_file
 
 from nvsnap_launch import client, signals
 from nvsnap_launch.controldir import ControlDirectory, ControlDirectoryError
-from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.errors import UserError
+from nvsnap_launch.hooktree import procfs, protocol
+from nvsnap_launch.logs import LogError
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import namespace, saved
@@ -31,6 +34,7 @@ from nvsnap_launch.snapshot import tree as proc
 from nvsnap_launch.snapshot.criu import Criu
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Manifest
+from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.progress import Clock, say
 
 EXIT_FAILED = protocol.EXIT_RESTORE_FAILED
@@ -38,9 +42,13 @@ EXIT_REFUSED = protocol.EXIT_USAGE
 RESTORE_LOG = "criu-restore.log"
 LOCK_SECONDS = 10.0
 POLL_SECONDS = 0.05
+METADATA_SECONDS = 2.0
+SHOWN = 8  # of many reasons
 OURS = "snapshot-restore-"  # begins the incarnations that this driver makes up
 
 Namespace = Literal["auto", "new", "current"]
+# How the engine learns that it was restored: somebody's metadata says so, ours will, or a request after the restore.
+Telling = Literal["told", "write", "ask"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,15 @@ class Options:
     pid_namespace: Namespace = "auto"
     wait_timeout: float = 300.0
     env: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a snapshot can't be brought back here; ``about`` is what reasons of one kind have in common."""
+
+    text: str
+    exit_code: int
+    about: str = ""
 
 
 def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -> int:
@@ -68,23 +85,44 @@ def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -
     return namespace.run_inside(work.run)
 
 
+def reasons(directory: Path, manifest: Manifest, criu: Criu | None) -> list[Reason]:
+    """All that stands in the way of a restore here, whatever its options; ``criu`` None: none was found."""
+    found = [] if os.geteuid() == 0 else [Reason("restoring a snapshot needs root (CRIU does)", EXIT_REFUSED)]
+    damaged, missing = f"{directory} is damaged:", "the tree would not find its files again:"
+    found += [Reason(text, EXIT_FAILED, damaged) for text in manifests.problems(directory, manifest)]
+    found += [Reason(text, EXIT_FAILED, missing) for text in missing_files(manifest)]
+    if criu is not None:
+        found += [Reason(text, EXIT_REFUSED) for text in criu_problems(manifest, criu)]
+    return found
+
+
+def criu_problems(manifest: Manifest, criu: Criu) -> list[str]:
+    made = tuple(int(part) for part in manifest.criu.split("."))
+    if criu.version[:2] < made[:2]:
+        return [f"the image was made by CRIU {manifest.criu}, here is the older {criu.version_text}"]
+    try:
+        criu.check()
+    except SnapshotError as error:
+        return [str(error)]
+    return []
+
+
 def refuse(directory: Path, manifest: Manifest, criu: Criu, settings: Settings, options: Options) -> None:
-    if os.geteuid() != 0:
-        raise SnapshotError("restoring a snapshot needs root (CRIU does)", EXIT_REFUSED)
     if settings.control_dir and Path(settings.control_dir).absolute() != Path(manifest.control_dir):
         text = f"the snapshot was made with the control directory {manifest.control_dir}"
-        raise SnapshotError(f"{text}, and its processes go on using it: it cannot be {settings.control_dir}", 64)
-    found = manifests.problems(directory, manifest)
+        raise SnapshotError(
+            f"{text}, and its processes go on using it: it cannot be {settings.control_dir}", EXIT_REFUSED
+        )
+    found = reasons(directory, manifest, criu)
     if found:
-        raise SnapshotError("\n  ".join([f"{directory} is damaged:", *found[:8]]), EXIT_FAILED)
-    missing = missing_files(manifest)
-    if missing:
-        raise SnapshotError("\n  ".join(["the tree would not find its files again:", *missing[:8]]), EXIT_FAILED)
+        first = found[0]
+        same = [reason.text for reason in found if reason.about == first.about][:SHOWN]
+        raise SnapshotError("\n  ".join([first.about, *same]) if first.about else first.text, first.exit_code)
     used = ids_in_use(manifest)
     if options.pid_namespace == "current" and used:
         text = f"process numbers of the snapshot are in use here ({', '.join(map(str, used[:5]))})"
         raise SnapshotError(f"{text}: use --pid-namespace new", EXIT_REFUSED)
-    criu.check()
+    how_to_tell(manifest, options)
 
 
 def missing_files(manifest: Manifest) -> list[str]:
@@ -112,6 +150,28 @@ def wants_namespace(manifest: Manifest, choice: Namespace) -> bool:
     return choice == "new"
 
 
+def how_to_tell(manifest: Manifest, options: Options) -> Telling:
+    """What the metadata shows now decides it. Somebody else's file is never touched; one of ours may be replaced.
+
+    Raises SnapshotError: 74 for metadata that can't be read, 64 for values that can't reach the engine.
+    """
+    path = Path(manifest.metadata)
+    try:
+        shown = metadata_file.read_until(str(path), METADATA_SECONDS)
+    except metadata_file.MetadataError as error:
+        raise SnapshotError(str(error), EXIT_FAILED) from error
+    ours = shown is None or shown.incarnation.startswith(OURS)
+    if shown is not None and not ours and shown.incarnation != manifest.incarnation:
+        if options.env:
+            raise SnapshotError(f"--env and --unset: {path} already tells the engine; change it there", EXIT_REFUSED)
+        return "told"
+    if ours and path == Path(manifest.control_dir) / protocol.METADATA_FILE:
+        return "write"
+    if options.env:
+        raise SnapshotError(f"--env and --unset need a metadata file of ours, but {path} is not", EXIT_REFUSED)
+    return "ask"
+
+
 class Restoration:
     """One run of ``restore``, in the namespace where the tree will live."""
 
@@ -125,26 +185,23 @@ class Restoration:
         self.clock = Clock()
         self.placed: dict[str, int] = {}  # path to inode of what we put into shared folders
         self.log_offsets: dict[str, int] = {}  # bytes that each log held before the tree came back
-        self.must_ask = False
 
-    def run(self) -> int:
-        # Imported here: a plain `inspect` has no need of the supervisor.
-        from nvsnap_launch.supervisor import Supervisor
-
-        self.take_control()
+    def run(self, tether: namespace.Tether | None = None) -> int:
+        """``tether`` binds this process to the one that waits for it outside the namespace."""
+        owner = Owner(self.manifest.uid, self.manifest.gid, tether.fasten if tether else None)
         try:
+            owner.make_folder(self.control.path)
+            with owner.acting():
+                self.take_control()
             with self.clock.step("files"):
-                self.put_files_back()
-            self.must_ask = not self.tell()
+                self.put_files_back(owner)
+            with owner.acting():
+                telling = self.tell()
             with self.clock.step("criu"):
-                self.bring_back()
-            supervisor = Supervisor(self.settings, self.control)
-            threading.Thread(target=self.watch, daemon=True).start()
-            manifest = self.manifest
-            return supervisor.adopt(
-                manifest.root_pid, manifest.cookie, leader_pid=manifest.leader_pid, log_offsets=self.log_offsets
-            )
-        except OSError as error:
+                self.bring_back(owner)
+            owner.become()
+            return self.supervise(must_ask=telling == "ask")
+        except (OSError, LogError) as error:
             raise SnapshotError(f"restore failed: {error}", EXIT_FAILED) from error
         finally:
             self.clean_up()
@@ -165,18 +222,22 @@ class Restoration:
 
     # -- files ------------------------------------------------------------------------------------------------
 
-    def put_files_back(self) -> None:
-        self.control.clean()
-        for folder in self.manifest.control_dirs:
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file in self.manifest.control:
-            saved.put_back(self.directory, file, replace=True)
-        self.renew_leader_file()
+    def put_files_back(self, owner: Owner) -> None:
+        with contextlib.ExitStack() as opened:
+            sources = [opened.enter_context((self.directory / file.blob).open("rb")) for file in self.manifest.control]
+            with owner.acting():
+                self.control.clean()
+                for folder in self.manifest.control_dirs:
+                    Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+                for file, source in zip(self.manifest.control, sources, strict=True):
+                    saved.remove(file.names)
+                    saved.put_content(source.fileno(), file)
+                self.renew_leader_file()
         for file in self.manifest.saved:
             try:
                 saved.put_back(self.directory, file)
-            except FileExistsError:
-                text = f"{file.names[0]} is there already: use --pid-namespace new, or remove it"
+            except FileExistsError as error:
+                text = f"{error.filename2 or error.filename} is there already: use --pid-namespace new, or remove it"
                 raise SnapshotError(text, EXIT_FAILED) from None
             self.placed |= {name: Path(name).stat().st_ino for name in file.names}
 
@@ -194,66 +255,57 @@ class Restoration:
                 if Path(name).lstat().st_ino == inode:
                     Path(name).unlink()
 
-    # -- telling the engine -----------------------------------------------------------------------------------
-
-    def tell(self) -> bool:
-        """See that the metadata shows a new incarnation; False when the engine must be asked after the restore.
-
-        Somebody else's file is never touched; one of ours, left by an earlier restore, is replaced.
-        """
-        path = Path(self.manifest.metadata)
-        try:
-            shown = metadata_file.read_until(str(path), 2.0)
-        except metadata_file.MetadataError as error:
-            raise SnapshotError(str(error), EXIT_FAILED) from error
-        ours = shown is None or shown.incarnation.startswith(OURS)
-        if shown is not None and not ours and shown.incarnation != self.manifest.incarnation:
-            if self.options.env:
-                raise SnapshotError(
-                    f"--env and --unset: {path} already tells the engine; change it there", EXIT_REFUSED
-                )
-            return True
-        if path != self.control.path / protocol.METADATA_FILE or not ours:
-            if self.options.env:
-                raise SnapshotError(f"--env and --unset need a metadata file of ours, but {path} is not", EXIT_REFUSED)
-            return False
-        incarnation = f"{OURS}{uuid.uuid4()}"
-        value = {"schema": 1, "incarnation": incarnation, "snapshot": self.manifest.id, "env": self.options.env}
-        protocol.write_json(path, value)
-        return True
+    def tell(self) -> Telling:
+        """See that the metadata shows a new incarnation, where that is for us to do."""
+        telling = how_to_tell(self.manifest, self.options)
+        if telling == "write":
+            incarnation = f"{OURS}{uuid.uuid4()}"
+            value = {"schema": 1, "incarnation": incarnation, "snapshot": self.manifest.id, "env": self.options.env}
+            protocol.write_json(self.manifest.metadata, value)
+        return telling
 
     # -- CRIU -------------------------------------------------------------------------------------------------
 
-    def bring_back(self) -> None:
+    def bring_back(self, owner: Owner) -> None:
         namespace.keep_clear(self.manifest.ids)
-        log = self.control.path / RESTORE_LOG
         work = Path(tempfile.mkdtemp(prefix="criu-"))
+        log = work / RESTORE_LOG
         try:
-            with self.open_streams() as streams:
+            with self.open_streams(owner) as streams:
                 self.criu.restore(self.directory / IMAGES_DIR, work, log, streams)
         except SnapshotError as error:
             if error.exit_code == 1:
                 error.exit_code = EXIT_FAILED
             raise
         finally:
+            self.keep_log(log, owner)
             shutil.rmtree(work, ignore_errors=True)
         root = self.manifest.root_pid
-        if not proc.alive(root) or proc.parent(root) != os.getpid():
+        found = procfs.stat(root)
+        if found is None or found[0] != os.getpid() or not procfs.alive(root):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(root, signal.SIGKILL)
             raise SnapshotError(f"CRIU reported success, but process {root} is not our child", EXIT_FAILED)
 
+    def keep_log(self, log: Path, owner: Owner) -> None:
+        """CRIU writes its log as root, and root writes nothing into a folder of another user."""
+        with contextlib.suppress(OSError):
+            text = log.read_bytes()
+            with owner.acting():
+                (self.control.path / RESTORE_LOG).write_bytes(text)
+
     @contextlib.contextmanager
-    def open_streams(self) -> Iterator[list[tuple[int, str]]]:
+    def open_streams(self, owner: Owner) -> Iterator[list[tuple[int, str]]]:
         """The tree's logs, opened to append: what they hold stays, and their size need not be that of the dump."""
         opened: list[tuple[int, str]] = []
         try:
-            for stream in self.manifest.streams:
-                mode = os.O_RDWR if stream.read else os.O_WRONLY
-                flags = mode | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                descriptor = os.open(stream.path, flags, 0o600)
-                opened.append((descriptor, stream.path))
-                self.log_offsets[stream.path] = os.fstat(descriptor).st_size
+            with owner.acting():
+                for stream in self.manifest.streams:
+                    mode = os.O_RDWR if stream.read else os.O_WRONLY
+                    flags = mode | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                    descriptor = os.open(stream.path, flags, 0o600)
+                    opened.append((descriptor, stream.path))
+                    self.log_offsets[stream.path] = os.fstat(descriptor).st_size
             yield opened
         finally:
             for descriptor, _ in opened:
@@ -261,11 +313,27 @@ class Restoration:
 
     # -- after it ---------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def supervise(self, must_ask: bool) -> int:
+        # Imported here: a plain `inspect` has no need of the supervisor.
+        from nvsnap_launch.supervisor import Supervisor
+
+        manifest = self.manifest
+        try:
+            supervisor = Supervisor(self.settings, self.control)
+            threading.Thread(target=self.watch, args=(must_ask,), daemon=True).start()
+            return supervisor.adopt(
+                manifest.root_pid, manifest.cookie, leader_pid=manifest.leader_pid, log_offsets=self.log_offsets
+            )
+        except (OSError, UserError):
+            # Without a namespace of its own the tree would go on, with nobody to end it.
+            proc.kill_all([manifest.root_pid, *procfs.descendants(manifest.root_pid)])
+            raise
+
+    def watch(self, must_ask: bool) -> None:
         """In a thread beside the supervisor: ask if need be, report when it serves, end it when it does not."""
         begin = time.monotonic()
         try:
-            if self.must_ask:
+            if must_ask:
                 client.request(self.control, protocol.RESTORE, self.options.wait_timeout)
             client.wait_for(self.control, protocol.SERVING, self.options.wait_timeout)
         except client.RequestFailed as error:

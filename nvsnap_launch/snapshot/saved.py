@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from nvsnap_launch.snapshot.manifest import DATA_DIR, SavedFile
@@ -55,7 +55,6 @@ class Keeper:
     directory: Path
     files: Path
     count: int = 0
-    known: dict[tuple[int, int], list[str]] = field(default_factory=dict)
 
     def save(self, names: Iterable[str]) -> list[SavedFile]:
         """Save regular files by their names in the tree's file system. A name that is gone is skipped."""
@@ -90,8 +89,7 @@ class Keeper:
 
 def shared_memory(tree: Tree) -> set[str]:
     """Names of the /dev/shm files that the tree maps or has open. Those without a name are CRIU's affair."""
-    names = tree.mapped_paths() | {item.target for item in tree.descriptors()}
-    return {name for name in names if name.startswith(SHM) and not name.endswith(DELETED)}
+    return {name for name in tree.paths() if name.startswith(SHM) and not name.endswith(DELETED)}
 
 
 def other_names(files: Path, names: set[str]) -> set[str]:
@@ -103,42 +101,51 @@ def other_names(files: Path, names: set[str]) -> set[str]:
     return set()
 
 
-def remap_folders(tree: Tree) -> set[str]:
-    """Folders in which CRIU may link unnamed files of the tree back under link_remap.N."""
-    names = tree.mapped_paths() | {item.target for item in tree.descriptors()}
-    gone = (name.removesuffix(DELETED) for name in names if name.startswith("/") and name.endswith(DELETED))
-    return {os.path.dirname(name) for name in gone} | {SHM.rstrip("/")}  # noqa: PTH120
+def link_remaps(tree: Tree) -> set[str]:
+    """Names under which CRIU linked unnamed files of the tree back (link_remap.N), beside where they were.
 
-
-def link_remaps(files: Path, folders: Iterable[str]) -> set[str]:
+    One that stays after a failed dump makes the next one fail (CRIU 4.2: "File exists").
+    """
+    gone = (name.removesuffix(DELETED) for name in tree.paths() if name.endswith(DELETED))
+    folders = {os.path.dirname(name) for name in gone} | {SHM.rstrip("/")}  # noqa: PTH120
+    held = tree.held_inodes()
     found = set()
     for folder in folders:
         with contextlib.suppress(OSError):
-            place = files / folder.lstrip("/")
-            found |= {f"{folder}/{entry.name}" for entry in place.iterdir() if entry.name.startswith(LINK_REMAP)}
+            for entry in (tree.files / folder.lstrip("/")).iterdir():
+                if entry.name.startswith(LINK_REMAP) and entry.lstat().st_ino in held:
+                    found.add(f"{folder}/{entry.name}")
     return found
 
 
-def put_back(directory: Path, file: SavedFile, replace: bool = False) -> None:
-    """Create a saved file under all its names. Raises OSError; FileExistsError unless it may be replaced."""
-    first = Path(file.names[0])
-    if replace:
-        for name in file.names:
-            Path(name).unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+def put_back(directory: Path, file: SavedFile) -> None:
+    """Create a saved file under all its names, as whoever acts. Raises OSError, FileExistsError; nothing is left then."""
     source = os.open(directory / file.blob, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        target = os.open(first, flags, 0o600)
-        try:
-            copy_sparse(source, target)
-            os.fchown(target, file.uid, file.gid)
-            os.fchmod(target, file.mode)
-        finally:
-            os.close(target)
+        put_content(source, file)
     finally:
         os.close(source)
-    for name in file.names[1:]:
-        os.link(first, name)
+
+
+def put_content(source: int, file: SavedFile) -> None:
+    """As put_back, with the saved content already open."""
+    first, *others = file.names
+    target = os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    made = [first]
+    try:
+        copy_sparse(source, target)
+        info = os.fstat(target)
+        if (info.st_uid, info.st_gid) != (file.uid, file.gid):
+            os.fchown(target, file.uid, file.gid)
+        os.fchmod(target, file.mode)
+        for name in others:
+            os.link(first, name)
+            made.append(name)
+    except BaseException:
+        remove(made)
+        raise
+    finally:
+        os.close(target)
 
 
 def remove(names: Iterable[str]) -> None:

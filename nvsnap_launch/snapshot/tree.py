@@ -5,27 +5,37 @@ PIDs are those of the reader's PID namespace unless named ``inner``: the tree's 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nvsnap_hooks import procfs
+from nvsnap_launch.hooktree import procfs
 
 PROC = Path("/proc")
 DELETED = " (deleted)"
+STOPPED = ("T", "t")
+SETTLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """One open file of one process. ``flags`` are open(2) flags, ``target`` the text of the /proc link."""
+    """One open file of one process; ``target`` is the text of the /proc link."""
 
     pid: int
     number: int
     target: str
-    flags: int = 0
+
+    @property
+    def flags(self) -> int:
+        """open(2) flags; 0 when it is closed by now."""
+        match = re.search(r"^flags:\s*([0-7]+)$", read(self.pid, f"fdinfo/{self.number}"), re.MULTILINE)
+        return int(match[1], 8) if match else 0
 
     @property
     def writable(self) -> bool:
@@ -35,11 +45,16 @@ class Descriptor:
     def deleted(self) -> bool:
         return self.target.endswith(DELETED)
 
-    def is_regular(self) -> bool:
+    def info(self) -> os.stat_result | None:
+        """stat(2) of the open file, None when it is closed by now."""
         try:
-            return stat.S_ISREG((PROC / str(self.pid) / "fd" / str(self.number)).stat().st_mode)
+            return (PROC / str(self.pid) / "fd" / str(self.number)).stat()
         except OSError:
-            return False
+            return None
+
+    def is_regular(self) -> bool:
+        info = self.info()
+        return info is not None and stat.S_ISREG(info.st_mode)
 
 
 @dataclass
@@ -51,7 +66,7 @@ class Tree:
 
     @property
     def inner_root(self) -> int:
-        return inner_pid(self.root)
+        return procfs.inner_pid(self.root)
 
     @property
     def files(self) -> Path:
@@ -60,7 +75,7 @@ class Tree:
 
     def inner_ids(self) -> list[int]:
         """Every process and thread number of the tree in its own namespace: all must be free at a restore."""
-        return sorted({number for pid in self.pids for number in thread_ids(pid)})
+        return sorted({procfs.inner_pid(pid, thread) for pid in self.pids for thread in threads(pid)} - {0})
 
     def descriptors(self) -> Iterator[Descriptor]:
         for pid in self.pids:
@@ -69,17 +84,23 @@ class Tree:
     def mapped_paths(self) -> set[str]:
         return {path for pid in self.pids for path in mapped_paths(pid)}
 
+    def paths(self) -> set[str]:
+        """Every path that the tree has mapped or open, those of deleted files with their mark."""
+        opened = {item.target for item in self.descriptors() if item.target.startswith("/")}
+        return self.mapped_paths() | opened
+
+    def held_inodes(self) -> set[int]:
+        """Inode numbers of the files that the tree has mapped or open."""
+        opened = {info.st_ino for item in self.descriptors() if (info := item.info())}
+        return opened | {inode for pid in self.pids for inode in mapped_inodes(pid)}
+
 
 def find_tree(member: int) -> Tree:
     """The tree of a process: the session leader above it, with every descendant. Raises ProcessLookupError."""
     root = os.getsid(member)
-    if root == 0 or not alive(root):
+    if root == 0 or not procfs.alive(root):
         raise ProcessLookupError(f"the session leader of process {member} is gone or in another PID namespace")
     return Tree(root, [root, *procfs.descendants(root)])
-
-
-def all_pids() -> list[int]:
-    return sorted(procfs.parents())
 
 
 def read(pid: int, name: str) -> str:
@@ -90,28 +111,33 @@ def read(pid: int, name: str) -> str:
         return ""
 
 
-def stat_fields(pid: int) -> list[str]:
-    """proc(5) stat from the state on: [state, ppid, pgrp, session, …]; empty when the process is gone."""
-    return read(pid, "stat").rpartition(")")[2].split()
-
-
-def parent(pid: int) -> int:
-    fields = stat_fields(pid)
-    return int(fields[1]) if len(fields) > 3 else -1
-
-
-def session(pid: int) -> int:
-    fields = stat_fields(pid)
-    return int(fields[3]) if len(fields) > 3 else -1
-
-
 def state(pid: int) -> str:
     """R, S, D, T (stopped), t (traced), Z (zombie)…, or empty when the process is gone."""
-    return (stat_fields(pid) or [""])[0]
+    found = procfs.stat(pid)
+    return found[1] if found else ""
 
 
-def alive(pid: int) -> bool:
-    return procfs.alive(pid)
+def resume(pids: list[int]) -> None:
+    """Continue stopped processes until none is stopped (a killed CRIU lets go of them a little later)."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        stopped = [pid for pid in pids if state(pid) in STOPPED]
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        if not stopped or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def kill_all(pids: list[int]) -> None:
+    """End every process of a tree at once: nothing of it runs again, so the order does not matter."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while any(procfs.alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def name(pid: int) -> str:
@@ -125,43 +151,26 @@ def working_directory(pid: int) -> str:
         return ""
 
 
-def inner_pid(pid: int) -> int:
-    """The PID in the process's own namespace (NSpid in proc(5) status)."""
-    match = re.search(r"^NSpid:(.*)$", read(pid, "status"), re.MULTILINE)
-    return int(match[1].split()[-1]) if match else pid
-
-
-def thread_ids(pid: int) -> list[int]:
+def threads(pid: int) -> list[int]:
     try:
-        threads = [entry.name for entry in (PROC / str(pid) / "task").iterdir()]
+        return [int(entry.name) for entry in (PROC / str(pid) / "task").iterdir()]
     except OSError:
         return []
-    return [inner_thread(pid, thread) for thread in threads]
-
-
-def inner_thread(pid: int, thread: str) -> int:
-    match = re.search(r"^NSpid:(.*)$", read(pid, f"task/{thread}/status"), re.MULTILINE)
-    return int(match[1].split()[-1]) if match else int(thread)
 
 
 def descriptors(pid: int) -> Iterator[Descriptor]:
-    folder = PROC / str(pid) / "fd"
-    try:
-        numbers = sorted(int(entry.name) for entry in folder.iterdir())
-    except OSError:
-        return
-    for number in numbers:
-        try:
-            target = str((folder / str(number)).readlink())
-        except OSError:
-            continue
-        match = re.search(r"^flags:\s*([0-7]+)$", read(pid, f"fdinfo/{number}"), re.MULTILINE)
-        yield Descriptor(pid, number, target, int(match[1], 8) if match else 0)
+    for number, target in sorted(procfs.descriptors(pid).items()):
+        yield Descriptor(pid, number, target)
 
 
 def mapped_paths(pid: int) -> set[str]:
     """Paths in proc(5) maps, those of deleted files with their mark."""
     return {path for _, _, path in procfs.mappings(pid) if path.startswith("/")}
+
+
+def mapped_inodes(pid: int) -> set[int]:
+    fields = (line.split(None, 5) for line in read(pid, "maps").splitlines())
+    return {int(found[4]) for found in fields if len(found) == 6 and found[5].startswith("/")}
 
 
 def memory_bytes(pid: int) -> int:

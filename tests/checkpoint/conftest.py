@@ -18,7 +18,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("CRIU needs root")
     try:
-        found = criu_tool.find()
+        found = criu_tool.find(os.environ.get("NVSNAP_CRIU"))
     except SnapshotError as error:
         pytest.skip(str(error))
     yield from make_lab(tmp_path, found.path)
