@@ -1,3 +1,3 @@
 """Start a stock LLM server so that CRIU can freeze it and thaw it elsewhere."""
 
-__version__ = "0.1.0"
+PREFIX = "nvsnap_launch: "  # begins what the launcher and the snapshot driver say on stderr

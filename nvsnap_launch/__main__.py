@@ -9,27 +9,25 @@ import sys
 
 from nvsnap_launch import signals
 
-_OTHER_COMMANDS = ("status", "prepare", "restore", "wait", "doctor", "audit", "snapshot")
+RUN = "run"
 
 
 def _runs_engine(arguments: list[str]) -> bool:
     """True for ``run …`` and for a bare ``[options] -- CMD …``."""
-    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if before[:1] == ["run"]:
+    if arguments[:1] == [RUN]:
         return True
-    return "--" in arguments and not (before and before[0] in _OTHER_COMMANDS)
+    return "--" in arguments and arguments[0].startswith("-")
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    runs = _runs_engine(arguments)
-    if runs:
+    if _runs_engine(arguments):
         signals.open_standard_streams()
         signals.block()
+        if arguments[0] != RUN:
+            arguments.insert(0, RUN)
     from nvsnap_launch import cli
 
-    if runs and arguments[:1] != ["run"]:
-        arguments = ["run", *arguments]
     sys.exit(cli.call(arguments))
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from nvsnap_launch.hooktree import procfs
+import psutil
 
-# What a descriptor points at -> why it matters. First match counts.
+from nvsnap_launch.hooktree import procfs, residue
+
+# Beside what CRIU refuses (residue.py): what it copes with under a condition. What a descriptor points at -> why it
+# matters; the first match counts.
 _DESCRIPTORS = (
-    (re.compile(r"anon_inode:\[io_uring\]"), "io_uring: CRIU cannot dump it"),
     (re.compile(r"anon_inode:inotify"), "inotify: CRIU must find its paths again"),
     (re.compile(r"anon_inode:\[pidfd\]|pidfd:"), "pidfd: CRIU before 4.1 cannot dump it"),
     (re.compile(r"/dev/nvidia"), "GPU device: suspend the GPU state first"),
@@ -25,9 +30,21 @@ _MAPPINGS = (
     (re.compile(r"/memfd:"), "memfd: dumped with its content, which takes time when it is large"),
     (re.compile(r".* \(deleted\)\Z"), "file that was unlinked: needs --link-remap or a ghost file"),
 )
-_OPEN_STATES = {"ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "CLOSE_WAIT", "LAST_ACK", "CLOSING"}
 
 Finding = tuple[str, str]  # what, why it matters
+
+
+@dataclass(frozen=True)
+class _Process:
+    """What /proc shows of one process, read once."""
+
+    pid: int
+    descriptors: dict[int, str]
+    connections: list[tuple[tuple[str, int], tuple[str, int], str, int]]
+
+    @property
+    def sockets(self) -> set[int]:
+        return {int(target[8:-1]) for target in self.descriptors.values() if target.startswith("socket:[")}
 
 
 def tree_of(pid: int) -> list[int]:
@@ -37,78 +54,80 @@ def tree_of(pid: int) -> list[int]:
 
 def audit(pids: Iterable[int]) -> dict[int, list[Finding]]:
     """PID -> findings, for every process given; an empty list is a process that holds nothing of the kind."""
-    pids = list(pids)
-    inside = _local_addresses(pids)
-    sockets = _unix_inodes(pids)
-    return {pid: [*_open(pid), *_mapped(pid), *_tcp(pid, inside), *_unix(pid, sockets)] for pid in pids}
+    found = [_look(pid) for pid in pids]
+    ends = {local for process in found for local, *_ in process.connections}
+    sockets = {inode for process in found for inode in process.sockets}
+    peers = _unix_peers()
+    return {
+        process.pid: [
+            *_open(process),
+            *_mapped(process.pid),
+            *_tcp(process, ends),
+            *_unix(process, sockets, peers.get(_network(process.pid), {})),
+        ]
+        for process in found
+    }
 
 
-def _open(pid: int) -> list[Finding]:
-    return _match(
-        ((f"descriptor {fd} {target}", target) for fd, target in procfs.descriptors(pid).items()), _DESCRIPTORS
-    )
+def _look(pid: int) -> _Process:
+    connections = [entry for entry in procfs.tcp_sockets(pid) if entry[2] != "LISTEN"]
+    return _Process(pid, procfs.descriptors(pid), connections)
+
+
+def _open(process: _Process) -> list[Finding]:
+    found = []
+    for number, target in process.descriptors.items():
+        refused = residue.undumpable(target)
+        why = f"{refused}, which CRIU cannot dump" if refused else _first(target, _DESCRIPTORS)
+        if why:
+            found.append((f"descriptor {number} {target}", why))
+    return found
 
 
 def _mapped(pid: int) -> list[Finding]:
     paths = dict.fromkeys(path for _, _, path in procfs.mappings(pid) if path.startswith("/"))
-    return _match(((f"mapping {path}", path) for path in paths), _MAPPINGS)
+    return [(f"mapping {path}", why) for path in paths if (why := _first(path, _MAPPINGS))]
 
 
-def _match(things: Iterable[tuple[str, str]], table: tuple[tuple[re.Pattern[str], str], ...]) -> list[Finding]:
+def _first(target: str, table: tuple[tuple[re.Pattern[str], str], ...]) -> str | None:
+    return next((why for pattern, why in table if pattern.match(target)), None)
+
+
+def _tcp(process: _Process, ends: set[tuple[str, int]]) -> list[Finding]:
     found = []
-    for name, target in things:
-        why = next((reason for pattern, reason in table if pattern.match(target)), None)
-        if why:
-            found.append((name, why))
-    return found
-
-
-def _local_addresses(pids: list[int]) -> set[tuple[str, int]]:
-    return {local for pid in pids for local, _, state, _ in procfs.tcp_sockets(pid) if state in _OPEN_STATES}
-
-
-def _tcp(pid: int, inside: set[tuple[str, int]]) -> list[Finding]:
-    found = []
-    for local, remote, state, _ in procfs.tcp_sockets(pid):
-        if state not in _OPEN_STATES:
-            continue
-        where = "inside the tree" if remote in inside else "to outside"
+    for local, remote, state, _ in process.connections:
+        where = "inside the tree" if remote in ends else "to outside"
         name = f"TCP {local[0]}:{local[1]} - {remote[0]}:{remote[1]} {state}"
         found.append((name, f"connection {where}: cannot follow the engine to another address"))
     return found
 
 
-def _unix_inodes(pids: list[int]) -> set[int]:
-    return {inode for pid in pids for inode in _sockets(pid)}
-
-
-def _sockets(pid: int) -> set[int]:
-    return {int(target[8:-1]) for target in procfs.descriptors(pid).values() if target.startswith("socket:[")}
-
-
-def _unix(pid: int, inside: set[int]) -> list[Finding]:
+def _unix(process: _Process, inside: set[int], peers: dict[int, tuple[int, str]]) -> list[Finding]:
     """Connected unix sockets whose peer nobody in the tree holds."""
-    peers = _unix_peers(pid)
     found = []
-    for inode in sorted(_sockets(pid)):
-        peer = peers.get(inode)
-        if peer is not None and peer[0] not in inside:
-            found.append((f"unix socket {inode} {peer[1]}".rstrip(), "its peer is outside the tree: CRIU refuses that"))
+    for inode in sorted(process.sockets & peers.keys()):
+        peer, path = peers[inode]
+        if peer not in inside:
+            found.append((f"unix socket {inode} {path}".rstrip(), "its peer is outside the tree: CRIU refuses that"))
     return found
 
 
-def _unix_peers(pid: int) -> dict[int, tuple[int, str]]:
-    """Inode -> (peer's inode, path) of connected unix sockets, from ``ss``; empty where that is not installed.
+def _network(pid: int | str) -> int:
+    """Inode of a process's network namespace, 0 where we may not look."""
+    try:
+        return Path(f"/proc/{pid}/ns/net").stat().st_ino
+    except OSError:
+        return 0
 
-    /proc/net/unix does not tell peers, and the netlink query that does (unix_diag) is what ``ss`` makes.
+
+def _unix_peers() -> dict[int, dict[int, tuple[int, str]]]:
+    """Our own network namespace -> inode -> (peer's inode, path) of connected unix sockets, from ``ss``.
+
+    Empty where that is not installed: /proc/net/unix does not tell peers, and the netlink query that does (unix_diag) is
+    what ``ss`` makes.
     """
-    import shutil
-    import subprocess
-
     program = shutil.which("ss")
-    if program is None or not Path(f"/proc/{pid}/ns/net").exists():
-        return {}
-    if Path(f"/proc/{pid}/ns/net").stat().st_ino != Path("/proc/self/ns/net").stat().st_ino:
+    if program is None:
         return {}
     result = subprocess.run([program, "-x", "-a", "-n", "-H"], capture_output=True, text=True, check=False)
     peers = {}
@@ -116,14 +135,21 @@ def _unix_peers(pid: int) -> dict[int, tuple[int, str]]:
         fields = line.split()
         if len(fields) >= 8 and fields[5].isdigit() and fields[7].isdigit() and int(fields[7]):
             peers[int(fields[5])] = (int(fields[7]), "" if fields[4] == "*" else fields[4])
-    return peers
+    return {_network("self"): peers}
 
 
 def in_words(findings: dict[int, list[Finding]]) -> str:
-    """One paragraph a process."""
+    """One paragraph a process; the memory is what an image grows by, as a first estimate (shared pages count once a sharer)."""
     lines = []
     for pid, found in findings.items():
         command = " ".join(procfs.command(pid))[:100]
-        lines.append(f"PID {pid} {command}: {'nothing found' if not found else f'{len(found)} found'}")
+        lines.append(f"PID {pid} {command}{_memory(pid)}: {f'{len(found)} found' if found else 'nothing found'}")
         lines += [f"  {name}: {why}" for name, why in found]
     return "\n".join(lines)
+
+
+def _memory(pid: int) -> str:
+    try:
+        return f" ({psutil.Process(pid).memory_info().rss >> 20} MiB)"
+    except psutil.Error:
+        return ""

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from nvsnap_launch import signals
 from nvsnap_launch.environment import Environment
+from nvsnap_launch.errors import UserError
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
@@ -19,12 +20,12 @@ NOT_EXECUTABLE = 126
 _PIPE_BYTES = 65536
 
 
-class LaunchError(Exception):
+class LaunchError(UserError):
     """The command could not be started: one sentence, and the exit code a shell would give."""
 
-    def __init__(self, sentence: str, code: int) -> None:
+    def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
-        self.code = code
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)

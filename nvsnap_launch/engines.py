@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 _SCRIPTS = {"vllm": "vllm", "sglang": "sglang", "trtllm-serve": "tensorrt_llm"}
@@ -13,6 +14,16 @@ _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"}
 # What engines call their helper processes (setproctitle).
 _TITLES = (("VLLM::", "vllm"), ("sglang::", "sglang"))
 _WITH_VALUE = "WXQ"  # one-letter options of python that take the next argument
+_LAST = "mc"  # and those after which nothing is python's own
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """How python was called: its one-letter options, and what it runs: a script, or the value of -m or -c."""
+
+    flags: str
+    kind: str  # "script", "m" or "c"
+    what: str
 
 
 def is_python(argv: Sequence[str]) -> bool:
@@ -23,28 +34,18 @@ def is_shell(argv: Sequence[str]) -> bool:
     return bool(argv) and PurePath(argv[0].lstrip("-")).name in _SHELLS
 
 
-def python_flags(argv: Sequence[str]) -> set[str]:
-    """One-letter options that python itself was given, as ``E`` and ``S`` in ``python -ES -m vllm``."""
-    flags: set[str] = set()
-    for flag, _ in _options(argv):
-        flags |= set(flag)
-    return flags
-
-
-def _options(argv: Sequence[str]) -> list[tuple[str, int]]:
-    """(letters, index) of python's own options, in front of the script, -m or -c."""
-    found, at = [], 1
+def invocation(argv: Sequence[str]) -> Invocation:
+    """Read python's command line as python does; ``what`` is empty where nothing is named."""
+    flags, at = "", 1
     while at < len(argv) and argv[at].startswith("-") and argv[at] != "-":
-        if argv[at].startswith("--"):
-            at += 1
-            continue
-        letters = argv[at][1:]
-        cut = next((i for i, letter in enumerate(letters) if letter in _WITH_VALUE + "mc"), len(letters))
-        found.append((letters[: cut + 1], at))
-        if letters[cut : cut + 1] in ("m", "c"):
-            break
-        at += 2 if cut == len(letters) - 1 else 1
-    return found
+        letters = "" if argv[at].startswith("--") else argv[at][1:]
+        cut = next((i for i, letter in enumerate(letters) if letter in _WITH_VALUE + _LAST), len(letters))
+        letter, joined = letters[cut : cut + 1], letters[cut + 1 :]
+        flags += letters[: cut + 1]
+        if letter and letter in _LAST:
+            return Invocation(flags, letter, joined or "".join(argv[at + 1 : at + 2]))
+        at += 2 if letter and not joined else 1
+    return Invocation(flags, "script", "".join(argv[at : at + 1]))
 
 
 def of_command(argv: Sequence[str]) -> str | None:
@@ -56,22 +57,7 @@ def of_command(argv: Sequence[str]) -> str | None:
             return engine
     if not is_python(argv):
         return _SCRIPTS.get(PurePath(argv[0]).name)
-    options = _options(argv)
-    if options and options[-1][0].endswith("m"):
-        at = options[-1][1]
-        joined = argv[at].partition("m")[2]
-        module = joined or (argv[at + 1] if at + 1 < len(argv) else "")
-        return next((name for name in _MODULES if module == name or module.startswith(name + ".")), None)
-    if options and options[-1][0].endswith("c"):
-        return None
-    at = _script_index(argv)
-    return _SCRIPTS.get(PurePath(argv[at]).name) if at < len(argv) else None
-
-
-def _script_index(argv: Sequence[str]) -> int:
-    options = _options(argv)
-    if not options:
-        return 1
-    letters, at = options[-1]
-    takes_next = letters[-1:] in _WITH_VALUE and argv[at].endswith(letters[-1:])
-    return at + (2 if takes_next else 1)
+    run = invocation(argv)
+    if run.kind == "m":
+        return next((name for name in _MODULES if run.what == name or run.what.startswith(name + ".")), None)
+    return _SCRIPTS.get(PurePath(run.what).name) if run.kind == "script" else None

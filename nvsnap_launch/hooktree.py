@@ -1,6 +1,6 @@
 """Where the hooks are: the folder that goes on the engine's PYTHONPATH.
 
-Importing this module makes ``nvsnap_hooks`` importable in the launcher too, and gives its ``protocol`` and ``procfs``. The folder
+Importing this module makes ``nvsnap_hooks`` importable in the launcher too, and gives what the launcher shares with it. The folder
 goes last on sys.path, so that nothing in it can hide a module of the launcher's own environment.
 """
 
@@ -24,7 +24,7 @@ HOOKS_DIR = locate()
 if str(HOOKS_DIR) not in sys.path:
     sys.path.append(str(HOOKS_DIR))
 
-from nvsnap_hooks import procfs, protocol  # noqa: E402
+from nvsnap_hooks import __version__, procfs, protocol, residue  # noqa: E402
 from nvsnap_hooks.bootstrap import ENGINES  # noqa: E402
 
-__all__ = ["ENGINES", "HOOKS_DIR", "locate", "procfs", "protocol"]
+__all__ = ["ENGINES", "HOOKS_DIR", "__version__", "locate", "procfs", "protocol", "residue"]

@@ -16,6 +16,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvsnap_launch import PREFIX
+from nvsnap_launch.errors import UserError
+from nvsnap_launch.hooktree import protocol
+
 STDOUT, STDERR = 1, 2
 
 _CHUNK = 16384  # bytes a read; small, so that progress shows on a slow reader
@@ -25,11 +29,12 @@ _KEEP = 1 << 20  # bytes before the tail that stay readable in a log with holes
 _PUNCH = 1 << 20  # bytes freed at a time
 _ALIGN = 4096
 _PUNCH_HOLE_KEEP_SIZE = 0x01 | 0x02  # linux/falloc.h
-PREFIX = "nvsnap_launch: "
 
 
-class LogError(Exception):
+class LogError(UserError):
     """A log cannot be opened; the text is one sentence for the user."""
+
+    exit_code = protocol.EXIT_USAGE
 
 
 class Output:

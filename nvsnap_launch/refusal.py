@@ -37,7 +37,7 @@ def _no_adapter(argv: list[str]) -> str | None:
 
 
 def _why(pid: int, argv: list[str], cookie: str) -> str | None:
-    flags = engines.python_flags(argv) & _WITHOUT_HOOKS if engines.is_python(argv) else set()
+    flags = _WITHOUT_HOOKS & set(engines.invocation(argv).flags) if engines.is_python(argv) else set()
     if flags:
         return f"its Python was given -{''.join(sorted(flags))}"
     environment = procfs.environment(pid)

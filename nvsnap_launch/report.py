@@ -13,10 +13,7 @@ Status = dict[str, Any]
 def leader_is_dead(status: Status) -> bool:
     """True when the status names a leader that no longer runs: nothing else in it is true any more."""
     leader = status.get("leader") or {}
-    pid, namespace = leader.get("pid"), leader.get("pid_namespace")
-    if not isinstance(pid, int):
-        return False
-    return processes.find(pid, namespace if isinstance(namespace, int) else 0) is None
+    return bool(processes.number(leader, "pid")) and not processes.named_by(leader)
 
 
 def in_words(control: ControlDirectory) -> str:

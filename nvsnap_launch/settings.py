@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from nvsnap_launch import hooktree, signals
+from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import protocol
 
 PREFIX = "NVSNAP_"
@@ -18,8 +20,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError):
     """A setting with a value that cannot be used; the text is one sentence for the user."""
+
+    exit_code = protocol.EXIT_USAGE
 
 
 class Settings(BaseSettings):
@@ -31,8 +35,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
 
     control_dir: str | None = None
-    prepare_signal: int = 10
-    restore_signal: int = 12
+    prepare_signal: int = signal.SIGUSR1
+    restore_signal: int = signal.SIGUSR2
     agent: Literal["signals", "nvsnap", "files"] = "signals"
     restore_metadata: str | None = None
     drain_s: Seconds = 30.0
@@ -108,6 +112,7 @@ class Settings(BaseSettings):
             "unverified": self.unverified,
             "require_level": self.require_level,
             "env_allow": list(self.env_allow),
+            "io_uring": self.io_uring,
         }
 
 

@@ -1,6 +1,7 @@
 """PID 1 of the container, or a plain parent: starts the engine, relays signals, reaps, and ends as the engine ended.
 
-One loop in the main thread takes every signal with sigtimedwait; no handler runs, so nothing is interrupted half-way.
+A thread takes every signal with sigwaitinfo and hands it to one loop in the main thread; no handler runs, so nothing is
+interrupted half-way.
 Never imports torch or an engine.
 """
 
@@ -14,11 +15,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nvsnap_launch import child, environment, logs, refusal, signals
+from nvsnap_launch import child, environment, logs, processes, refusal, signals
 from nvsnap_launch.controldir import STDERR_LOG, STDOUT_LOG, ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 from nvsnap_launch.outcome import Facts, decide
-from nvsnap_launch.rescue import UNFINISHED, rescue
+from nvsnap_launch.rescue import rescue
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.tree import Tree, become_subreaper, send
 
@@ -26,6 +27,7 @@ TWICE_S = 0.03  # a second TERM within this time is the same stop (docker and a 
 ESCALATE_S = 3.0  # from TERM to the whole tree until KILL
 LINGER_S = 3.0  # for the rest of the tree when the engine ended by itself
 GIVE_UP_S = 5.0  # a process that KILL does not end hangs in the kernel
+_REQUESTS = (protocol.PREPARE, protocol.RESTORE)
 _BUSY_S, _IDLE_S = 0.1, 0.5  # longest wait for a signal while something is awaited, and else
 _UNKNOWN_DRIVER_S = 120.0  # for the outcome of a dump by a driver that we cannot see
 
@@ -66,7 +68,7 @@ class Supervisor:
         self._control.clean()
         self._control.write_supervisor(cookie)
         self._streams = self._open_streams()
-        self._control.write_status(protocol.STARTING, log=self._streams.paths or None)
+        self._control.write_status(protocol.STARTING)
         plan = child.Plan(
             executable=executable,
             argv=[os.fsencode(argument) for argument in argv],
@@ -117,7 +119,7 @@ class Supervisor:
         try:
             pid, notes = child.start(plan)
         except child.LaunchError as error:
-            self._write_end(error.code, str(error))
+            self._write_end(error.exit_code, str(error))
             raise
         self._streams.started()
         self._console.start()
@@ -133,12 +135,17 @@ class Supervisor:
             import traceback
 
             self._console.say(f"internal error, the engine is ended: {error!r}\n{traceback.format_exc()}")
-            while rest := self._tree.live():
-                for pid in rest:
-                    send(pid, signal.SIGKILL)
-                self._wait_a_little()
+            self._kill_all()
             self._console.close()
             return protocol.EXIT_BUG
+
+    def _kill_all(self) -> None:
+        """As little code as can be: what goes on here comes after a fault of ours."""
+        give_up = time.monotonic() + GIVE_UP_S
+        while (rest := self._tree.live()) and time.monotonic() < give_up:
+            for pid in rest:
+                send(pid, signal.SIGKILL)
+            self._wait_a_little()
 
     def _attend(self) -> int:
         while not self._ended:
@@ -165,7 +172,7 @@ class Supervisor:
         if self._child in ended:
             self._facts.status = ended[self._child]
             self._ended = True
-        elif not procfs.alive(self._child) and procfs.stat(self._child) is None:
+        elif procfs.stat(self._child) is None:
             self._ended = True  # an adopted tree whose root was another process's child
 
     def _tick(self) -> None:
@@ -248,8 +255,7 @@ class Supervisor:
             return
         if self._tree.leader_seen and not procfs.alive(self._tree.leader_seen):
             self._lose_leader()
-        asked = [action for action in (protocol.PREPARE, protocol.RESTORE) if (self._control.path / action).exists()]
-        asked = [action for action in (protocol.PREPARE, protocol.RESTORE) if action in asked or action in self._held]
+        asked = [name for name in _REQUESTS if name in self._held or (self._control.path / name).exists()]
         reason = self._nobody() if asked else None
         if reason:
             self._held.clear()
@@ -260,7 +266,7 @@ class Supervisor:
 
     def _rescue(self) -> None:
         dump = self._control.dump() or {}
-        if dump.get("phase") not in UNFINISHED or self._driver_works(dump):
+        if dump.get("phase") != "dumping" or self._driver_works(dump):
             return
         with contextlib.suppress(OSError):  # a full disk: tried again on the next look
             if rescue(self._control, self._tree.live(), dump):
@@ -287,15 +293,8 @@ class Supervisor:
         with contextlib.suppress(OSError):
             path.unlink()
         self._console.say(f"{action} refused: {reason}")
-        last = {
-            "action": action,
-            "ok": False,
-            "error": reason,
-            "seconds": 0.0,
-            "steps": [],
-            "requests": [request["id"]] if isinstance(request.get("id"), str) else [],
-            "evidence": [],
-        }
+        asked = [request["id"]] if isinstance(request.get("id"), str) else []
+        last = protocol.outcome(action, reason, requests=asked)
         protocol.append_event(self._control.path, "refused", action=action, error=reason)
         self._write_status((self._control.status() or {}).get("state", protocol.STARTING), last=last)
 
@@ -352,12 +351,10 @@ class Supervisor:
 
     def _driver_works(self, dump: dict[str, Any]) -> bool:
         """True as well for a driver in a PID namespace that we cannot see into."""
-        pid, namespace = dump.get("pid"), dump.get("pid_namespace")
-        if not isinstance(pid, int):
+        if not processes.number(dump, "pid"):
             return False
-        if namespace in (None, 0, protocol.pid_namespace()):
-            return procfs.alive(pid)
-        return True
+        ours = processes.number(dump, "pid_namespace") in (0, protocol.pid_namespace())
+        return bool(processes.named_by(dump)) if ours else True
 
     def _verdict(self) -> tuple[int, str] | None:
         found = self._control.verdict() or {}
@@ -381,7 +378,7 @@ class Supervisor:
         status = self._control.status() or {}
         if status.get("state") == protocol.FAILED and not self._leader_lost:
             return
-        state = protocol.FAILED if code and not self._facts.stop_asked else "ended"
+        state = protocol.FAILED if code and not self._facts.stop_asked else protocol.ENDED
         outcome = {"code": code, "reason": reason or f"exit status {code}"}
         self._write_status(state, leader={}, processes=[], snapshot_ready=False, exit=outcome)
 

@@ -6,9 +6,9 @@ import os
 import signal
 from typing import Any
 
-from nvsnap_launch import engines, libc
+from nvsnap_launch import engines, libc, processes
 from nvsnap_launch.controldir import ControlDirectory
-from nvsnap_launch.hooktree import procfs, protocol
+from nvsnap_launch.hooktree import procfs
 
 
 def become_subreaper() -> None:
@@ -51,9 +51,8 @@ class Tree:
 
     def leader(self) -> int:
         """PID of the engine's leader once its control thread is up, else 0."""
-        entry = self._control.leader()
-        pid = self._ours(entry) if entry else 0
-        if pid and pid in procfs.descendants(os.getpid()):
+        pid, entry = self._control.live_leader()
+        if entry.get("cookie") == self._cookie and pid in procfs.descendants(os.getpid()):
             self.leader_seen = pid
             return pid
         return 0
@@ -61,19 +60,6 @@ class Tree:
     def adopt_leader(self, pid: int) -> None:
         """The leader of a restored tree, from the snapshot's manifest: it need not write leader.json anew."""
         self.leader_seen = pid
-
-    def _ours(self, entry: dict[str, Any]) -> int:
-        """The live process an entry names, as a PID of ours; 0 for another run's, or a dead one."""
-        pid = entry.get("pid")
-        if entry.get("cookie") != self._cookie or not isinstance(pid, int):
-            return 0
-        namespace = entry.get("pid_namespace")
-        if not isinstance(namespace, int) or namespace in (0, protocol.pid_namespace()):
-            return pid if procfs.alive(pid) else 0
-        from nvsnap_launch import processes
-
-        process = processes.find(pid, namespace)
-        return process.pid if process else 0
 
     def registered(self) -> set[int]:
         """PIDs of the engine processes whose hooks registered."""
@@ -90,7 +76,7 @@ class Tree:
         """Engine cores and workers that ended without taking their registration away: killed, or failed."""
         found = []
         for entry in self._entries():
-            if entry.get("role") in ("core", "worker") and not self._ours(entry):
+            if entry.get("role") in ("core", "worker") and not processes.named_by(entry):
                 rank = entry.get("rank")
                 name = f"{entry['role']}{'' if rank is None else f' rank {rank}'}"
                 found.append(f"engine process {entry['pid']} ({name})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -63,13 +64,14 @@ def test_tree_and_command(python: str) -> None:
         below = wait_until(lambda: [pid for pid in procfs.descendants(process.pid) if "a  b" in procfs.command(pid)])
         assert procfs.children(process.pid) == below
         assert procfs.command(below[0])[-2:] == ["a  b", ""]
-        assert [child.pid for child in processes.descendants(process.pid)] == below
+        assert procfs.session(below[0]) == os.getsid(0)
+        assert procfs.inner_pid(below[0]) == below[0]
         assert below[0] in procfs.descendants(os.getpid())
     finally:
         for pid in [*procfs.descendants(process.pid), process.pid]:
             os.kill(pid, 9)
         process.wait()
-    assert not processes.alive(process.pid)
+    assert not procfs.alive(process.pid)
 
 
 def test_a_name_full_of_brackets(tmp_path: Path) -> None:
@@ -90,6 +92,7 @@ def test_what_is_gone_gives_nothing() -> None:
     assert procfs.tcp_sockets(gone) == []
     assert procfs.command(gone) == []
     assert procfs.stat(gone) is None
+    assert (procfs.session(gone), procfs.inner_pid(gone), procfs.namespace_of(gone)) == (0, 0, 0)
     assert not procfs.alive(gone)
 
 
@@ -101,13 +104,13 @@ def test_a_process_in_another_pid_namespace() -> None:
         inner = wait_until(
             lambda: [pid for pid in procfs.children(process.pid) if procfs.command(pid)[:1] == ["sleep"]]
         )[0]
-        namespace = processes.namespace_of(inner)
-        assert namespace != processes.namespace_of("self")
-        found = processes.find(1, namespace)
-        assert found is not None
-        assert found.pid == inner
-        assert processes.find(2, namespace) is None
-        assert processes.find(inner) is not None
+        namespace = procfs.namespace_of(inner)
+        assert namespace != procfs.namespace_of(os.getpid())
+        assert (procfs.inner_pid(inner), procfs.inner_pid(inner, inner)) == (1, 1)
+        assert processes.find(1, namespace) == inner
+        assert processes.find(2, namespace) == 0
+        assert processes.find(inner) == inner
+        assert processes.named_by({"pid": 1, "pid_namespace": namespace}) == inner
     finally:
         process.kill()
         process.wait()
@@ -143,6 +146,42 @@ def test_audit_names_each_thing() -> None:
     assert words.count("connection inside the tree") == 2
     assert words.count("connection to outside") == 1
     assert list(found) == [process.pid]
+
+
+def test_audit_knows_all_that_criu_refuses() -> None:
+    """The same list as the engine's own audit and the snapshot driver."""
+    code = "import ctypes,sys; print(ctypes.CDLL(None).fanotify_init(0x200, 0), flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        made = int(process.stdout.readline())
+        words = audit.in_words(audit.audit([process.pid]))
+        assert process.stdin is not None
+        process.stdin.close()
+    if made < 0:
+        pytest.skip("no fanotify here")
+    assert "a fanotify watch, which CRIU cannot dump" in words
+    assert re.search(r"\(\d+ MiB\): \d+ found", words)
+
+
+def test_audit_asks_for_the_sockets_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And finds a unix socket whose other end is outside the tree."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inodes = os.fstat(ours.fileno()).st_ino, os.fstat(theirs.fileno()).st_ino
+        line = f"u_str ESTAB 0 0 * {inodes[1]} * {inodes[0]}"
+        program = tmp_path / "ss"
+        program.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\necho '{line}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        process = subprocess.Popen(["sleep", "1000"], stdin=theirs, stdout=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: procfs.command(process.pid)[:1] == ["sleep"])
+            assert "its peer is outside the tree" in audit.in_words(audit.audit([process.pid]))
+            assert "its peer" not in audit.in_words(audit.audit([process.pid, os.getpid()]))
+        finally:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "asked").read_text() == "asked\n" * 2
 
 
 def test_audit_of_a_process_that_holds_nothing() -> None:

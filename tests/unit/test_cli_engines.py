@@ -30,7 +30,7 @@ def test_engine_of_a_process(line: str, engine: str | None, flags: str) -> None:
     argv = line.split()
     assert engines.of_command(argv) == engine
     if engines.is_python(argv):
-        assert engines.python_flags(argv) == set(flags)
+        assert engines.invocation(argv).flags == flags
 
 
 @pytest.mark.parametrize(

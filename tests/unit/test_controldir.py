@@ -10,6 +10,7 @@ import pytest
 
 from nvsnap_launch import controldir
 from nvsnap_launch.controldir import ControlDirectory, ControlDirectoryError
+from nvsnap_launch.hooktree import protocol
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -64,7 +65,13 @@ def test_a_reader_finds_the_fallback_that_is_in_use(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(controldir, "DEFAULT", tmp_path / "default")
     assert controldir.resolve(None) == tmp_path / "default"
-    control = ControlDirectory(controldir.fallback())
+    monkeypatch.setattr(controldir, "TEMPORARY", tmp_path / "shared")
+    (tmp_path / "shared").mkdir()
+    last = ControlDirectory(tmp_path / "shared" / f"nvsnap-{os.geteuid()}")
+    last.create()
+    last.lock()
+    assert controldir.resolve(None) == last.path  # a launcher without TMPDIR took it
+    control = ControlDirectory(tmp_path / f"nvsnap-{os.geteuid()}")
     control.create()
     control.lock()
     assert controldir.resolve(None) == control.path
@@ -89,15 +96,51 @@ def test_clean_keeps_what_is_not_ours(tmp_path: Path) -> None:
     control = ControlDirectory(tmp_path)
     control.create()
     kept = ["restore.json", "stdout.log", "stderr.log", "events.jsonl", "supervisor.lock"]
-    gone = ["status.json", "leader.json", "prepare", "restore", "verdict.json", "x.12.tmp", "stacks/1.txt"]
-    for name in [*kept, *gone, "processes/1.json"]:
+    gone = [
+        "status.json",
+        "leader.json",
+        "prepare",
+        "restore",
+        "verdict.json",
+        "x.12.tmp",
+        "stacks/1.txt",
+        "rendezvous/a",
+    ]
+    gone.append("processes/1.json")
+    (tmp_path / "rendezvous").mkdir()
+    for name in [*kept, *gone]:
         (tmp_path / name).touch()
-    control.clean(keep_processes=True)
-    assert (tmp_path / "processes/1.json").exists()
     control.clean()
-    assert not (tmp_path / "processes/1.json").exists()
     assert [name for name in kept if not (tmp_path / name).exists()] == []
     assert [name for name in gone if (tmp_path / name).exists()] == []
+
+
+def test_the_leader_is_who_status_names(tmp_path: Path) -> None:
+    """An agent's restore leaves leader.json with the PID namespace of then; status.json is written anew."""
+    control = ControlDirectory(tmp_path)
+    control.write_supervisor("c")
+    me = {"pid": os.getpid(), "pid_namespace": protocol.pid_namespace(), "cookie": "c"}
+    protocol.write_json(tmp_path / "leader.json", {**me, "pid_namespace": 1})
+    assert control.live_leader() == (0, {})
+    control.write_status("serving", leader=me)
+    assert control.live_leader() == (os.getpid(), me)
+
+
+def test_the_leader_announces_itself_before_there_is_a_status(tmp_path: Path) -> None:
+    control = ControlDirectory(tmp_path)
+    control.write_supervisor("c")
+    me = {"pid": os.getpid(), "pid_namespace": protocol.pid_namespace(), "cookie": "c"}
+    control.write_status("starting", leader={**me, "cookie": "of an earlier run"})
+    assert control.live_leader() == (0, {})
+    protocol.write_json(tmp_path / "leader.json", me)
+    assert control.live_leader() == (os.getpid(), me)
+
+
+@pytest.mark.parametrize("pid", ["x", None, True, -1, 0, 4194305, 1.5])
+def test_a_leader_without_a_usable_number_is_none(tmp_path: Path, pid: object) -> None:
+    control = ControlDirectory(tmp_path)
+    control.write_status("serving", leader={"pid": pid, "pid_namespace": "y"})
+    assert control.live_leader() == (0, {})
 
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,16 @@ def test_names_that_metadata_may_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hooks_configuration_is_complete_json() -> None:
     config = Settings.load(env_allow="A", prepare_signal="none").hooks_config(Path("/c"), "cookie")
-    described = (protocol.Config.__doc__ or "").partition("Keys:")[2]
-    assert all(name in described for name in config)
+    described = re.sub(r"\([^)]*\)", "", (protocol.Config.__doc__ or "").partition("Keys:")[2])
+    assert set(config) == set(re.findall(r"\w+", described))
     assert json.loads(json.dumps(config)) == config
     assert (config["metadata"], config["prepare_signal"], config["env_allow"]) == ("/c/restore.json", 0, ["A"])
     assert Path(config["hooks_dir"], "nvsnap_hooks", "protocol.py").is_file()
+
+
+def test_what_the_engine_may_do_with_io_uring_reaches_the_hooks() -> None:
+    assert Settings.load().hooks_config(Path("/c"), "x")["io_uring"] == "block"
+    assert Settings.load(io_uring="allow").hooks_config(Path("/c"), "x")["io_uring"] == "allow"
 
 
 def test_the_metadata_path_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
