@@ -19,7 +19,7 @@ from nvsnap_launch import child, environment, logs, processes, refusal, signals
 from nvsnap_launch.controldir import STDERR_LOG, STDOUT_LOG, ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 from nvsnap_launch.outcome import Facts, decide
-from nvsnap_launch.rescue import rescue
+from nvsnap_launch.rescue import UNFINISHED, rescue
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.tree import Tree, become_subreaper, send
 
@@ -266,7 +266,7 @@ class Supervisor:
 
     def _rescue(self) -> None:
         dump = self._control.dump() or {}
-        if dump.get("phase") != "dumping" or self._driver_works(dump):
+        if dump.get("phase") not in UNFINISHED or self._driver_works(dump):
             return
         with contextlib.suppress(OSError):  # a full disk: tried again on the next look
             if rescue(self._control, self._tree.live(), dump):

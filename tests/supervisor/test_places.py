@@ -221,3 +221,38 @@ def test_a_bug_of_ours_leaves_no_engine_behind(launcher: Launcher, tmp_path: Pat
     assert status == 70
     assert "a bug" in err
     assert not procfs.alive(helper)
+
+
+def test_a_bug_of_ours_and_a_process_that_cannot_be_killed(launcher: Launcher, tmp_path: Path) -> None:
+    """KILL does not end a process that hangs in the kernel: the launcher ends all the same."""
+    stuck = """
+        import sys
+        from nvsnap_launch import supervisor
+        from nvsnap_launch.controldir import ControlDirectory
+        from nvsnap_launch.settings import Settings
+
+        supervisor.GIVE_UP_S = 0.5
+        supervisor.send = lambda pid, number: True  # as if it hung
+
+        class Broken(supervisor.Supervisor):
+            def _on_signal(self, info):
+                raise RuntimeError("a bug")
+
+        control = ControlDirectory("control")
+        control.create()
+        sys.exit(Broken(Settings.load(), control).run(["sh", "-c", "echo $$ > up; exec sleep 1000"]))
+    """
+    launcher.process = subprocess.Popen(
+        [sys.executable, launcher.script("stuck.py", stuck)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    engine = int(launcher.wait_file("up"))
+    try:
+        launcher.signal(signal.SIGHUP)
+        assert launcher.end()[0] == 70
+        assert procfs.alive(engine)
+    finally:
+        os.kill(engine, signal.SIGKILL)

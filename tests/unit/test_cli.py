@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nvsnap_launch import cli, controldir, doctor
+from nvsnap_launch.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,6 +33,7 @@ def run(*arguments: str, control: Path, **extra: str) -> tuple[int, str, str]:
     "arguments",
     [
         ["no-such-command"],
+        ["statsu", "--", "true"],
         ["run", "--no-such-option", "--", "true"],
         ["run", "--grace-s", "x", "--", "true"],
         ["--"],
@@ -72,6 +76,62 @@ def test_status_without_an_engine(tmp_path: Path) -> None:
     status, out, err = run("status", control=tmp_path)
     assert (status, out) == (1, "")
     assert "no status.json" in err
+
+
+def test_watch_says_a_thing_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[float] = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            (tmp_path / "status.json").write_text('{"state": "serving"}')
+        if len(looks) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", pause)
+    assert cli.call(["status", "--watch", "--control-dir", str(tmp_path)]) == 130
+    out, err = capsys.readouterr()
+    assert (out.count("serving"), err.count("no status.json")) == (1, 1)
+
+
+def test_a_fault_of_our_own_is_70(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(controldir, "resolve", lambda _: 1 // 0)
+    assert cli.call(["status"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert (
+        err.splitlines()[-1]
+        == "nvsnap_launch: a fault of our own: ZeroDivisionError: integer division or modulo by zero"
+    )
+
+
+def test_a_launcher_whose_number_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "supervisor.json").write_text('{"pid": "x", "pid_namespace": []}')
+    status, _, err = run("audit", control=tmp_path)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "no launcher runs under" in err
+
+
+@pytest.mark.parametrize("command", [["status"], ["prepare"], ["restore"], ["wait", "ready", "--timeout", "0"]])
+def test_a_client_loads_no_more_than_it_needs(tmp_path: Path, command: list[str]) -> None:
+    code = (
+        f"import sys; from nvsnap_launch import cli; status = cli.call({command!r}); "
+        "print(status, [m for m in ('pydantic', 'pydantic_settings', 'psutil') if m in sys.modules])"
+    )
+    environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(tmp_path)}
+    argv = [sys.executable, "-c", code]
+    result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "1 []\n"
+
+
+def test_the_version_is_that_of_the_distribution(tmp_path: Path) -> None:
+    from importlib import metadata
+
+    assert run("--version", control=tmp_path)[1] == f"nvsnap-launch, version {metadata.version('nvsnap-launch')}\n"
 
 
 def test_status_in_words_and_as_it_is(tmp_path: Path) -> None:
@@ -124,6 +184,74 @@ def test_doctor_knows_the_engine_of_a_command(tmp_path: Path) -> None:
     assert f"vllm is not installed in {sys.prefix}" in out
     assert " GPUs: " in out
     assert "engine" in err
+
+
+STANDIN = ROOT / "tests" / "standin"
+
+
+def engine_in(folder: Path, *, metadata: bool) -> str:
+    """An image with the stand-in engine; without metadata, as some are built, only its own files tell the version."""
+    for entry in STANDIN.iterdir():
+        if entry.is_dir() and (metadata or not entry.name.endswith(".dist-info")):
+            (folder / entry.name).symlink_to(entry)
+    script = folder / "serve" / "vllm"
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def about_engine(folder: Path, *arguments: str) -> dict[str, str]:
+    """What doctor says of the engine: name of the line -> mark and detail."""
+    environment = {"PYTHONPATH": f"{ROOT}:{folder}"}
+    _, out, err = run("doctor", *arguments, control=folder / "c", **environment)
+    lines = [line for line in out.splitlines() if " engine: " in line or " target " in line]
+    assert lines, out + err
+    return {line[8:].partition(": ")[0]: line[:8].strip() + " " + line[8:].partition(": ")[2] for line in lines}
+
+
+def test_doctor_asks_for_the_level_that_the_launcher_asks_for(tmp_path: Path) -> None:
+    script = engine_in(tmp_path, metadata=True)
+    found = about_engine(tmp_path, "--", script)
+    assert found["engine"] == "ok vllm 0.32.0, verified at level criu"
+    assert found["target async_llm"] == "ok vllm.v1.engine.async_llm.AsyncLLM.__init__"
+    found = about_engine(tmp_path, "--require-level", "gpu", "--", script)
+    assert found["engine"] == "MISSING vLLM 0.32.0 is verified at level criu, gpu is required"
+
+
+def test_doctor_reads_the_version_as_the_hooks_do(tmp_path: Path) -> None:
+    assert about_engine(tmp_path, "--", engine_in(tmp_path, metadata=False))["engine"].startswith("ok vllm 0.32.0")
+
+
+def test_doctor_lets_criu_say_whether_it_works(tmp_path: Path) -> None:
+    criu = tmp_path / "criu"
+    criu.write_text('#!/bin/sh\n[ "$1" != check ] || { echo "no such syscall"; exit 1; }\necho "Version: 9.9"\n')
+    criu.chmod(0o755)
+    _, out, _ = run("doctor", "--criu", str(criu), control=tmp_path / "c")
+    assert "MISSING CRIU: CRIU cannot work here: no such syscall" in out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_doctor_in_a_temporary_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVSNAP_CONTROL_DIR", raising=False)
+    monkeypatch.setattr(controldir, "candidates", lambda: [tmp_path / "default", tmp_path / "foreign"])
+    (tmp_path / "foreign").mkdir(mode=0o700)
+    (tmp_path / "foreign" / "supervisor.lock").touch()
+    os.chown(tmp_path / "foreign", 65534, 65534)
+    line = next(line for line in doctor.examine(Settings.load(), ()) if line.name == "control directory")
+    assert (line.ok, "belongs to user 65534" in line.detail) == (False, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_doctor_asks_for_root_as_snapshot_does(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    can = ("setpriv", "--reuid=65534", "--inh-caps=+sys_admin", "--ambient-caps=+sys_admin")
+    argv = [*can, sys.executable, "-m", "nvsnap_launch", "doctor", "--control-dir", "/nonexistent"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(argv, cwd="/", env=environment, capture_output=True, text=True, check=False)
+    if "uid 65534, CAP_SYS_ADMIN" not in result.stdout:
+        pytest.skip(f"no capability for another user here: {result.stderr}")
+    assert "MISSING privileges: uid 65534, CAP_SYS_ADMIN" in result.stdout
 
 
 def test_doctor_says_when_there_is_no_engine(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Waiting and asking through files, where this process plays the engine's leader."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvsnap_launch import client
+from nvsnap_launch.controldir import ControlDirectory
+from nvsnap_launch.hooktree import protocol
+
+GONE = 4194304 + 1  # above the largest PID that there can be
+
+
+def leader(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "pid_namespace": protocol.pid_namespace(), "cookie": "c"}
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> ControlDirectory:
+    return ControlDirectory(tmp_path)
+
+
+def test_ready_after_a_restore_by_somebody_else(control: ControlDirectory) -> None:
+    protocol.write_json(control.path / "leader.json", {**leader(os.getpid()), "pid_namespace": 1})
+    control.write_status("serving", leader=leader(os.getpid()))
+    assert client.wait_for(control, "ready", 0)["state"] == "serving"
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_a_state_whose_writer_is_gone(control: ControlDirectory, seconds: float) -> None:
+    """Said as soon as it is clear, after the time that a launcher needs to start."""
+    control.write_status("serving", leader=leader(GONE))
+    begin = time.monotonic()
+    with pytest.raises(client.RequestFailed, match="the state is serving, but the process that wrote it is gone"):
+        client.wait_for(control, "ready", seconds)
+    assert time.monotonic() - begin < 30
+
+
+def test_the_end_is_a_state_too(control: ControlDirectory) -> None:
+    control.write_status("ended", exit={"code": 0, "reason": "exit status 0"})
+    assert client.wait_for(control, "ended", 0)["exit"]["code"] == 0
+    with pytest.raises(client.RequestFailed, match="the engine has ended: exit status 0"):
+        client.wait_for(control, "ready", 60)
+
+
+@pytest.mark.parametrize(
+    ("action", "state", "limit"),
+    [
+        ("prepare", "serving", "0.3"),
+        ("restore", "prepared", "0.2"),
+        ("restore", "preparing", "0.4"),
+        ("prepare", "starting", "0.5"),
+    ],
+)
+def test_the_engines_own_deadline(
+    control: ControlDirectory, monkeypatch: pytest.MonkeyPatch, action: str, state: str, limit: str
+) -> None:
+    """And that of what it is busy with; one that starts has the time to start."""
+    monkeypatch.setattr(client, "_SLACK_S", 0.1)
+    monkeypatch.setattr(client, "_START_S", 0.5)
+    control.write_status(state, leader=leader(os.getpid()), deadlines={"prepare": 0.2, "restore": 0.1})
+    with pytest.raises(client.RequestFailed, match=f"{action} was not finished within {limit} s; the state is {state}"):
+        client.request(control, action)
+    assert not (control.path / action).exists()
+
+
+def test_deadlines_that_are_none(control: ControlDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_START_S", 0.1)
+    for deadlines in ({}, {"prepare": "soon"}, None, {"restore": 1}):
+        control.write_status("serving", leader=leader(os.getpid()), deadlines=deadlines)
+        with pytest.raises(client.RequestFailed, match=r"within 0\.1 s"):
+            client.request(control, "prepare")
