@@ -33,7 +33,7 @@ START_TIMEOUT_S, PREPARE_TIMEOUT_S, DUMP_TIMEOUT_S, RESTORE_TIMEOUT_S, STOP_TIME
 PARKED_S = 1.0
 NEW_ADDRESS = "10.0.0.7"
 # How the snapshot driver begins its lines.
-DRIVER = "nvsnap-launch: "
+DRIVER = "nvsnap_launch: "
 
 
 def serve_command(options: Options) -> list[str]:
@@ -148,8 +148,9 @@ def dump(session: Session, launcher: subprocess.Popen[bytes], parked: Persistent
 
 
 def say_driver(session: Session, name: str) -> None:
-    """The driver's own account of its seconds: its last line, between those of the engine."""
-    lines = [line for line in tail(session.log(name), 200).splitlines() if line.startswith(DRIVER)]
+    """The driver's own account of its seconds: its last line of that kind, between those of launcher and engine."""
+    said = tail(session.log(name), 200).splitlines()
+    lines = [line for line in said if line.startswith(DRIVER) and " s (" in line]
     session.report.say(f"{name}: {lines[-1].removeprefix(DRIVER) if lines else 'the driver said nothing'}")
 
 

@@ -33,6 +33,7 @@ from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Launcher, Manifest, Oute
 from nvsnap_launch.snapshot.progress import Clock, say, size_text
 from nvsnap_launch.snapshot.tree import Tree
 
+CAP_SYS_RESOURCE = 24  # linux/capability.h
 RESERVE_BYTES = 64 << 20
 UNDO_SECONDS = 180.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -59,6 +60,7 @@ def create(directory: Path, control: ControlDirectory, criu: Criu, options: Opti
         criu.check()
         engine = find_engine(control)
         refuse_what_never_works(engine.tree)
+        refuse_other_users(engine.tree)
         refuse_without_space(directory, engine.tree)
         return Creation(directory, control, criu, options, engine).run()
 
@@ -129,6 +131,15 @@ def refuse_what_never_works(tree: Tree) -> None:
     hopeless = [*pipes, *obstacles.terminals(tree)]
     if hopeless:
         raise SnapshotError(f"a snapshot would not work: {'; '.join(hopeless)}", protocol.EXIT_USAGE)
+
+
+def refuse_other_users(tree: Tree) -> None:
+    """CRIU asks for each process's limits: of another user's it may with CAP_SYS_RESOURCE alone (prlimit(2))."""
+    others = {uid for pid in tree.pids if (uid := proc.user(pid)) not in (None, os.getuid())}
+    if others and not proc.has_capability(CAP_SYS_RESOURCE):
+        who = ", ".join(map(str, sorted(others)))
+        text = f"the engine runs as user {who}, and CRIU cannot dump another user's processes without CAP_SYS_RESOURCE"
+        raise SnapshotError(f"{text}, which this container lacks", protocol.EXIT_USAGE)
 
 
 def refuse_without_space(directory: Path, tree: Tree) -> None:

@@ -144,6 +144,18 @@ def name(pid: int) -> str:
     return read(pid, "comm").strip() or "?"
 
 
+def user(pid: int) -> int | None:
+    """The real user of a process; None when it is gone."""
+    match = re.search(r"^Uid:\s*(\d+)", read(pid, "status"), re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability (CapEff in proc(5) status)."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", read(os.getpid(), "status"), re.MULTILINE)
+    return bool(match and int(match[1], 16) >> number & 1)
+
+
 def working_directory(pid: int) -> str:
     try:
         return str((PROC / str(pid) / "cwd").readlink())

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driver_lab import Lab, make_lab
+from driver_lab import AS_USER, USER, Lab, make_lab, users_python
 
 from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot.errors import SnapshotError
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
+def criu() -> str:
     if os.geteuid() != 0:
         pytest.skip("CRIU needs root")
     try:
-        found = criu_tool.find(os.environ.get("NVSNAP_CRIU"))
+        return criu_tool.find(os.environ.get("NVSNAP_CRIU")).path
     except SnapshotError as error:
         pytest.skip(str(error))
-    yield from make_lab(tmp_path, found.path)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, criu: str) -> Iterator[Lab]:
+    yield from make_lab(tmp_path, criu)
+
+
+@pytest.fixture
+def users_lab(criu: str) -> Iterator[Lab]:
+    """A lab whose launcher and tree run as another user, in folders that this user may enter."""
+    python = users_python()
+    if python is None:
+        pytest.skip("no Python with the launcher's packages that another user may start")
+    with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for lab in make_lab(folder, criu):
+            lab.control.mkdir(mode=0o700)
+            os.chown(lab.control, USER, USER)
+            lab.python = (*AS_USER, python)
+            yield lab

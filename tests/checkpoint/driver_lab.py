@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from typing import Any, TypeVar
 
 STAND_IN = Path(__file__).with_name("driver_tree.py")
 ROOT = Path(__file__).resolve().parents[2]
+USER = 1000
+USERS_PATH = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
+AS_USER = ("setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups")
 SHM = Path("/dev/shm")
 T = TypeVar("T")
 
@@ -63,6 +67,7 @@ class Lab:
     criu: str
     port: int
     shm: str
+    python: tuple[str, ...] = (sys.executable,)
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -77,12 +82,14 @@ class Lab:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("NVSNAP_")}
         return kept | {"NVSNAP_CONTROL_DIR": str(self.control), "NVSNAP_CRIU": self.criu} | more
 
-    def start(self, name: str, *arguments: str, **more: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *arguments: str, python: tuple[str, ...] = (sys.executable,), **more: str
+    ) -> subprocess.Popen[bytes]:
         """A launcher command in the background, its output in files of the lab's folder."""
         out, err = (self.folder / f"{name}.{end}" for end in ("out", "err"))
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nvsnap_launch", *arguments],
+                [*python, "-m", "nvsnap_launch", *arguments],
                 cwd=ROOT,
                 env=self.environment(**more),
                 stdin=subprocess.DEVNULL,
@@ -107,8 +114,10 @@ class Lab:
         )
 
     def launch(self, *extras: str, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(STAND_IN), str(self.port), self.shm, *extras]
-        process = self.start("launcher", "run", *options, "--", *command)
+        """The stand-in under a launcher, both run by ``self.python``."""
+        command = [self.python[-1], str(STAND_IN), str(self.port), self.shm, *extras]
+        more = {} if self.python[-1] == sys.executable else {"PYTHONPATH": USERS_PATH}
+        process = self.start("launcher", "run", *options, "--", *command, python=self.python, **more)
         wait_until(self.ask, "the stand-in")
         return process
 
@@ -160,6 +169,19 @@ class Lab:
 
 def is_remap(path: Path) -> bool:
     return path.name.startswith("link_remap.")
+
+
+def users_python() -> str | None:
+    """A Python that another user may start, with all that the launcher needs; None where root's is for root alone."""
+    minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    environment = os.environ | {"PYTHONPATH": USERS_PATH}
+    for python in (sys.executable, f"/usr/bin/{minor}"):
+        # The first start is with root's rights still; the launcher starts it again without.
+        script = f"import os, sys, nvsnap_launch.settings; sys.exit(not os.access({python!r}, os.X_OK))"
+        check = [*AS_USER, python, "-c", script]
+        if subprocess.run(check, env=environment, capture_output=True).returncode == 0:
+            return python
+    return None
 
 
 def make_lab(folder: Path, criu: str) -> Iterator[Lab]:

@@ -1,6 +1,7 @@
 """A small engine tree that plays the control protocol, without an engine: a leader with a control thread, a listener, a
-child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf]: deaf
-prepares, but never restores.
+child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf] [held]: deaf
+prepares, but never restores; held begins what it is asked for (prepare.begun or restore.begun in the control directory) and ends it
+when there is a file of that name with .go.
 
 Commands on a connection, one a line: ``get`` answers one JSON line, ``set TEXT`` writes shared memory, ``exit N`` ends the tree.
 """
@@ -80,7 +81,7 @@ class Leader:
             server = socket.create_server(("127.0.0.1", 0))
             client = socket.create_connection(server.getsockname())
             return server, client, server.accept()
-        if name == "deaf":
+        if name in ("deaf", "held"):
             return name
         if name == "big":
             return bytearray(os.urandom(1 << 20)) * 48
@@ -145,6 +146,10 @@ class Leader:
     def act(self, action: str, requests: list) -> None:
         if action == "restore" and "deaf" in self.extras:
             return
+        if "held" in self.extras:
+            open(f"{CONTROL}/{action}.begun", "w").close()
+            while not os.path.exists(f"{CONTROL}/{action}.go"):
+                time.sleep(0.02)
         with self.lock:
             wanted = "prepared" if action == "prepare" else "serving"
             if self.state != wanted:

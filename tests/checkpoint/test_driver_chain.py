@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from driver_lab import Connection, Lab, wait_until
+from driver_lab import USER, Connection, Lab, wait_until
+
+from nvsnap_launch.hooktree import procfs
+from nvsnap_launch.snapshot.create import CAP_SYS_RESOURCE
+from nvsnap_launch.snapshot.tree import has_capability
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
 
@@ -188,3 +196,88 @@ def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
     assert lab.stand_ins() == []
     lab.restore("again")
     assert lab.ask()["mode"] == "restored", "the image is as good as before"
+
+
+def uids(pid: int) -> set[str]:
+    """Real, effective, saved and file-system user of a process."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Uid:"))
+    return set(line.split()[1:])
+
+
+def check_owned(lab: Lab) -> None:
+    """The control directory is the tree's user's, and so are the processes but those outside the namespace."""
+    assert {path.stat().st_uid for path in [lab.control, *lab.control.rglob("*")]} == {USER}
+    for pid in lab.stand_ins():
+        assert uids(pid) == {str(USER)}
+
+
+def need_limits_of_others() -> None:
+    if not has_capability(CAP_SYS_RESOURCE):
+        pytest.skip("CRIU cannot dump another user's processes without CAP_SYS_RESOURCE")
+
+
+def test_another_users_tree_is_refused_where_criu_cannot_dump_it(users_lab: Lab) -> None:
+    lab = users_lab
+    lab.launch()
+    # Root without this right, as in most containers.
+    without = ("setpriv", "--bounding-set", "-sys_resource", "--inh-caps", "-sys_resource", sys.executable)
+    refused = lab.start("create", "snapshot", "create", str(lab.image), python=without)
+    assert refused.wait(20) == 64
+    assert f"the engine runs as user {USER}, and CRIU cannot dump" in lab.words("create")
+    assert lab.ask()["generation"] == 0, "it was not paused for nothing"
+    assert not lab.image.with_name("image.partial").exists()
+
+
+def test_another_users_tree_comes_back_as_that_users_on_a_fresh_machine(users_lab: Lab) -> None:
+    need_limits_of_others()
+    lab = users_lab
+    launcher = lab.launch()
+    lab.ask("set hello")
+    made = lab.create()
+    assert made.returncode == 0, made.stderr
+    assert launcher.wait(20) == 0
+    shutil.rmtree(lab.control)
+
+    restored = lab.restore("first", "--pid-namespace", "new", "--env", "POD_IP=10.0.0.7")
+    again = lab.ask()
+    assert (again["child"]["start"], again["mode"], again["state"]) == ("hello", "restored", "serving")
+    assert again["env"] == {"POD_IP": "10.0.0.7"}
+    (supervisor,) = procfs.children(restored.pid)
+    assert uids(supervisor) == {str(USER)}
+    check_owned(lab)
+    assert lab.run("prepare").returncode == 0, "it takes requests"
+    assert lab.run("restore").returncode == 0
+    assert stop(restored) == 7
+    assert "restore 2\n" in (lab.folder / "first.out").read_text(), "its log is followed"
+    check_owned(lab)
+
+    restored = lab.restore("second", "--pid-namespace", "new")
+    assert stop(restored, signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not lab.stand_ins(), "the end of the restored tree, bound to its outer process as before")
+    assert lab.left_in_shm() == []
+
+
+def test_a_control_directory_that_somebody_else_has_is_refused(users_lab: Lab) -> None:
+    need_limits_of_others()
+    lab = users_lab
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    os.chown(lab.control, 0, 0)
+    refused = lab.run("snapshot", "restore", str(lab.image))
+    assert refused.returncode == 64
+    assert f"belongs to user 0, not to user {USER}" in refused.stderr or "permission denied" in refused.stderr
+    assert lab.stand_ins() == []
+
+
+def test_a_tree_that_cannot_be_supervised_is_ended(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    (lab.control / "supervisor.json").unlink()
+    (lab.control / "supervisor.json").mkdir()
+    failed = lab.run("snapshot", "restore", str(lab.image), "--pid-namespace", "current")
+    assert failed.returncode == 74
+    assert "Is a directory" in failed.stderr
+    assert lab.stand_ins() == []
+    assert lab.left_in_shm() == []

@@ -47,15 +47,24 @@ def state_of(pid: int) -> str:
 
 
 def test_obstacles_are_named_and_the_prepare_undone(lab: Lab) -> None:
-    lab.launch("tcp", "uring", options=("--io-uring", "allow"))
+    lab.launch("tcp")
     client = Connection(lab.port)
     failed = lab.create()
     assert failed.returncode == 1
-    assert "holds an io_uring (descriptor" in failed.stderr
     assert "holds a TCP connection inside the tree" in failed.stderr
     assert f"process {client.ask()['pid']} (" in failed.stderr
     check_serving(lab, client)
     assert client.ask()["generation"] == 2
+
+
+def test_an_io_uring_is_left_to_criu_where_the_launcher_allows_it(lab: Lab) -> None:
+    lab.launch("uring", options=("--io-uring", "allow"))
+    client = Connection(lab.port)
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, "echo no io_uring here; exit 3"))
+    assert failed.returncode == 1
+    assert "CRIU dump ended with 3:" in failed.stderr, "it was asked"
+    assert "holds an io_uring" not in failed.stderr
+    check_serving(lab, client)
 
 
 def test_criu_that_fails_is_quoted(lab: Lab) -> None:
@@ -133,6 +142,51 @@ def test_interrupted_while_criu_works(lab: Lab, number: signal.Signals) -> None:
     driver.send_signal(number)
     assert driver.wait(20) == 128 + number
     check_serving(lab, client)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_does_not_stop_an_undo_that_a_failure_began(lab: Lab, number: signal.Signals) -> None:
+    lab.launch("held")
+    client = Connection(lab.port)
+    go(lab, "prepare")
+    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", wrapper(lab, "exit 3"))
+    wait_until((lab.control / "restore.begun").exists, "the undo")
+    driver.send_signal(number)
+    go(lab, "restore")
+    assert driver.wait(20) == 1, lab.words("create")
+    check_serving(lab, client)
+
+
+def test_interrupted_while_the_prepare_runs(lab: Lab) -> None:
+    """The engine says "serving" still, but has begun: it must not end prepared, with nobody left to undo it."""
+    lab.launch("held")
+    client = Connection(lab.port)
+    driver = lab.start("create", "snapshot", "create", str(lab.image))
+    wait_until((lab.control / "prepare.begun").exists, "the prepare")
+    driver.send_signal(signal.SIGTERM)
+    wait_until(lambda: "taking it back" in lab.words("create"), "the undo")
+    go(lab, "restore")
+    go(lab, "prepare")
+    assert driver.wait(20) == 128 + signal.SIGTERM
+    assert lab.ask()["generation"] == 2
+    check_serving(lab, client)
+
+
+def test_a_driver_killed_while_the_prepare_runs_leaves_a_server_that_serves(lab: Lab) -> None:
+    lab.launch("held")
+    go(lab, "restore")
+    driver = lab.start("create", "snapshot", "create", str(lab.image))
+    wait_until((lab.control / "prepare.begun").exists, "the prepare")
+    assert json.loads((lab.control / "dump.json").read_text())["phase"] == "preparing"
+    driver.kill()
+    driver.wait(20)
+    go(lab, "prepare")
+    wait_until(lambda: lab.ask()["generation"] == 2, "the undo of the prepare")
+    assert lab.state() == "serving"
+
+
+def go(lab: Lab, action: str) -> None:
+    (lab.control / f"{action}.go").touch()
 
 
 def test_a_driver_killed_after_the_dump_leaves_a_server_that_serves(lab: Lab) -> None:

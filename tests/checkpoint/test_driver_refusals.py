@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from nvsnap_launch import cli, libc
 from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot import manifest as manifests
-from nvsnap_launch.snapshot import namespace, restore, saved
-from nvsnap_launch.snapshot.commands import snapshot
+from nvsnap_launch.snapshot import namespace, obstacles, restore, saved
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import Manifest
+from nvsnap_launch.snapshot.tree import Tree
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="restoring is refused to others before this")
 
@@ -46,6 +50,7 @@ def write(directory: Path, control: Path, **changes: object) -> None:
         "ids": [4000001],
         "process_count": 1,
         "uid": 0,
+        "gid": 0,
         "engine": {"name": "stand-in"},
         "generation": 1,
         "incarnation": None,
@@ -53,7 +58,6 @@ def write(directory: Path, control: Path, **changes: object) -> None:
         "criu": "4.1.1",
         "cwd": [str(directory)],
         "listening": [],
-        "memory_bytes": 0,
         "streams": [],
         "saved": [],
         "control": [],
@@ -75,10 +79,18 @@ def fake_criu(folder: Path) -> str:
 
 def run_restore(directory: Path, *options: str) -> tuple[int, str]:
     criu = fake_criu(directory.parent)
-    result = CliRunner().invoke(snapshot, ["restore", str(directory), "--criu", criu, *options])
+    code, _, words = call("restore", str(directory), "--criu", criu, *options)
     assert not (directory.parent / "started").exists(), "CRIU was started"
     assert not (directory.parent / "control").exists(), "the control directory was touched"
-    return result.exit_code, result.stderr
+    return code, words
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a snapshot command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.call(["snapshot", *arguments])
+    return code, out.getvalue(), err.getvalue()
 
 
 def test_what_is_no_snapshot(tmp_path: Path) -> None:
@@ -161,21 +173,77 @@ def test_numbers_in_use_only_matter_in_the_current_namespace(directory: Path) ->
 
 
 def test_usage() -> None:
-    result = CliRunner().invoke(snapshot, ["restore", "dir", "--env", "NOVALUE"])
-    assert "is not NAME=VALUE" in result.stderr
-    assert result.exit_code != 0
+    code, _, words = call("restore", "dir", "--env", "NOVALUE")
+    assert (code, "is not NAME=VALUE" in words) == (64, True)
 
 
 @needs_root
 def test_inspect_says_what_is_missing(directory: Path) -> None:
     criu = fake_criu(directory.parent)
-    result = CliRunner().invoke(snapshot, ["inspect", str(directory), "--criu", criu])
-    assert (result.exit_code, "can be restored here" in result.output) == (0, True)
+    code, out, _ = call("inspect", str(directory), "--criu", criu)
+    assert (code, "can be restored here" in out) == (0, True)
     (directory / manifests.IMAGES_DIR / "inventory.img").unlink()
-    result = CliRunner().invoke(snapshot, ["inspect", str(directory), "--criu", criu, "--json"])
-    report = json.loads(result.stdout)
-    assert result.exit_code == 1
-    assert report["reasons"] == ["images/inventory.img: No such file or directory"]
+    code, out, _ = call("inspect", str(directory), "--criu", criu, "--json")
+    assert code == 1
+    assert json.loads(out)["reasons"] == ["images/inventory.img: No such file or directory"]
+
+
+@needs_root
+def test_an_image_of_a_newer_criu_is_refused_by_restore_and_inspect_alike(directory: Path) -> None:
+    write(directory, directory.parent / "control", criu="5.0")
+    reason = "the image was made by CRIU 5.0, here is the older 4.9"
+    assert run_restore(directory) == (64, f"nvsnap_launch: {reason}\n")
+    code, out, _ = call("inspect", str(directory), "--criu", fake_criu(directory.parent), "--json")
+    assert (code, json.loads(out)["reasons"]) == (1, [reason])
+
+
+@needs_root
+def test_values_that_cannot_reach_the_engine_are_refused_before_anything_is_touched(directory: Path) -> None:
+    metadata = directory.parent / "agent.json"
+    write(directory, directory.parent / "control", metadata=str(metadata))
+    code, words = run_restore(directory, "--unset", "HF_TOKEN")
+    assert (code, "need a metadata file of ours" in words) == (64, True)
+    metadata.write_text('{"schema": 1, "incarnation": "pod-2"}')
+    code, words = run_restore(directory, "--env", "POD_IP=10.0.0.7")
+    assert (code, "already tells the engine; change it there" in words) == (64, True)
+    metadata.write_text('{"schema": 1')
+    assert run_restore(directory)[0] == 74
+
+
+def test_a_file_that_cannot_be_put_back_whole_leaves_nothing(tmp_path: Path) -> None:
+    source, keeper = tmp_path / "ring", saved.Keeper(tmp_path / "snapshot", Path("/"))
+    keeper.directory.mkdir()
+    source.write_bytes(b"1234")
+    (tmp_path / "ring-too").hardlink_to(source)
+    (kept,) = keeper.save([str(source), str(tmp_path / "ring-too")])
+    source.unlink()
+    with pytest.raises(FileExistsError):
+        saved.put_back(keeper.directory, kept)
+    assert not source.exists()
+    assert (tmp_path / "ring-too").read_bytes() == b"1234", "somebody else's by now"
+
+
+def test_io_uring_is_an_obstacle_unless_it_is_allowed() -> None:
+    libc_ = ctypes.CDLL(None, use_errno=True)
+    ring = libc_.syscall(425, 4, ctypes.create_string_buffer(120))
+    if ring < 0:
+        pytest.skip(f"io_uring_setup: {os.strerror(ctypes.get_errno())}")
+    try:
+        tree = Tree(os.getpid(), [os.getpid()])
+        (found,) = obstacles.bad_descriptors(tree, io_uring_allowed=False)
+        assert f"holds an io_uring (descriptor {ring})" in found
+        assert obstacles.bad_descriptors(tree, io_uring_allowed=True) == []
+    finally:
+        os.close(ring)
+
+
+def test_a_call_of_the_c_library_that_fails_is_an_error() -> None:
+    with pytest.raises(OSError) as caught:
+        libc.prctl(9999, 0)
+    assert caught.value.errno == errno.EINVAL
+    with pytest.raises(OSError) as caught:
+        libc.mount("none", "/nowhere/at/all", "tmpfs", 0)
+    assert caught.value.errno in (errno.ENOENT, errno.EPERM)
 
 
 @pytest.mark.parametrize(
