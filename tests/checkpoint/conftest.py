@@ -14,14 +14,22 @@ from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot.errors import SnapshotError
 
 
+def find_criu() -> tuple[str, str]:
+    """(path, ""), or ("", why there is none)."""
+    try:
+        return criu_tool.find(os.environ.get("NVSNAP_CRIU")).path, ""
+    except SnapshotError as error:
+        return "", str(error)
+
+
 @pytest.fixture
 def criu() -> str:
     if os.geteuid() != 0:
         pytest.skip("CRIU needs root")
-    try:
-        return criu_tool.find(os.environ.get("NVSNAP_CRIU")).path
-    except SnapshotError as error:
-        pytest.skip(str(error))
+    path, missing = find_criu()
+    if missing:
+        pytest.skip(missing)
+    return path
 
 
 @pytest.fixture
@@ -30,7 +38,7 @@ def lab(tmp_path: Path, criu: str) -> Iterator[Lab]:
 
 
 @pytest.fixture
-def users_lab(criu: str) -> Iterator[Lab]:
+def users_lab() -> Iterator[Lab]:
     """A lab whose launcher and tree run as another user, in folders that this user may enter."""
     python = users_python()
     if python is None:
@@ -38,7 +46,7 @@ def users_lab(criu: str) -> Iterator[Lab]:
     with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/tmp") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        for lab in make_lab(folder, criu):
+        for lab in make_lab(folder, find_criu()[0]):
             lab.control.mkdir(mode=0o700)
             os.chown(lab.control, USER, USER)
             lab.python = (*AS_USER, python)

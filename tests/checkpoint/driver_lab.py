@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nvsnap_launch.snapshot import manifest as manifests
+from nvsnap_launch.snapshot.manifest import Manifest
+
 STAND_IN = Path(__file__).with_name("driver_tree.py")
 ROOT = Path(__file__).resolve().parents[2]
 USER = 1000
@@ -192,3 +195,49 @@ def make_lab(folder: Path, criu: str) -> Iterator[Lab]:
         yield lab
     finally:
         lab.end()
+
+
+def write_snapshot(directory: Path, control: Path, **changes: object) -> None:
+    """A manifest for a folder, as if CRIU had made what is in it."""
+    fields: dict[str, object] = {
+        "id": "id",
+        "created": "2026-01-01T00:00:00.000Z",
+        "control_dir": str(control),
+        "control_dirs": [],
+        "metadata": str(control / "restore.json"),
+        "cookie": "cookie",
+        "launcher": {"prepare_signal": 10, "restore_signal": 12, "agent": "signals"},
+        "root_pid": 4000001,
+        "leader_pid": 4000001,
+        "ids": [4000001],
+        "process_count": 1,
+        "uid": 0,
+        "gid": 0,
+        "engine": {"name": "stand-in"},
+        "generation": 1,
+        "incarnation": None,
+        "kernel": "6.1",
+        "criu": "4.1.1",
+        "cwd": [str(directory)],
+        "listening": [],
+        "streams": [],
+        "saved": [],
+        "control": [],
+        "outer": [],
+        "files": manifests.collect(directory),
+        "seconds": {},
+    }
+    Manifest.model_validate(fields | changes).write(directory)
+
+
+def uids(pid: int) -> set[str]:
+    """Real, effective, saved and file-system user of a process."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Uid:"))
+    return set(line.split()[1:])
+
+
+def check_owned(lab: Lab) -> None:
+    """The control directory is the tree's user's, and so are the processes but those outside the namespace."""
+    assert {path.stat().st_uid for path in [lab.control, *lab.control.rglob("*")]} == {USER}
+    for pid in lab.stand_ins():
+        assert uids(pid) == {str(USER)}

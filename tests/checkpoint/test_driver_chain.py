@@ -9,10 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from driver_lab import USER, Connection, Lab, wait_until
+from driver_lab import USER, Connection, Lab, check_owned, uids, wait_until
 
 from nvsnap_launch.hooktree import procfs
 from nvsnap_launch.snapshot.create import CAP_SYS_RESOURCE
@@ -198,25 +197,12 @@ def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
     assert lab.ask()["mode"] == "restored", "the image is as good as before"
 
 
-def uids(pid: int) -> set[str]:
-    """Real, effective, saved and file-system user of a process."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Uid:"))
-    return set(line.split()[1:])
-
-
-def check_owned(lab: Lab) -> None:
-    """The control directory is the tree's user's, and so are the processes but those outside the namespace."""
-    assert {path.stat().st_uid for path in [lab.control, *lab.control.rglob("*")]} == {USER}
-    for pid in lab.stand_ins():
-        assert uids(pid) == {str(USER)}
-
-
 def need_limits_of_others() -> None:
     if not has_capability(CAP_SYS_RESOURCE):
         pytest.skip("CRIU cannot dump another user's processes without CAP_SYS_RESOURCE")
 
 
-def test_another_users_tree_is_refused_where_criu_cannot_dump_it(users_lab: Lab) -> None:
+def test_another_users_tree_is_refused_where_criu_cannot_dump_it(users_lab: Lab, criu: str) -> None:
     lab = users_lab
     lab.launch()
     # Root without this right, as in most containers.
@@ -228,7 +214,7 @@ def test_another_users_tree_is_refused_where_criu_cannot_dump_it(users_lab: Lab)
     assert not lab.image.with_name("image.partial").exists()
 
 
-def test_another_users_tree_comes_back_as_that_users_on_a_fresh_machine(users_lab: Lab) -> None:
+def test_another_users_tree_comes_back_as_that_users_on_a_fresh_machine(users_lab: Lab, criu: str) -> None:
     need_limits_of_others()
     lab = users_lab
     launcher = lab.launch()
@@ -257,7 +243,7 @@ def test_another_users_tree_comes_back_as_that_users_on_a_fresh_machine(users_la
     assert lab.left_in_shm() == []
 
 
-def test_a_control_directory_that_somebody_else_has_is_refused(users_lab: Lab) -> None:
+def test_a_control_directory_that_somebody_else_has_is_refused(users_lab: Lab, criu: str) -> None:
     need_limits_of_others()
     lab = users_lab
     launcher = lab.launch()

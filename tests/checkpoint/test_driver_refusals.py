@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 
 import pytest
+from driver_lab import write_snapshot
 
 from nvsnap_launch import cli, libc
 from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import namespace, obstacles, restore, saved
 from nvsnap_launch.snapshot.errors import SnapshotError
-from nvsnap_launch.snapshot.manifest import Manifest
 from nvsnap_launch.snapshot.tree import Tree
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="restoring is refused to others before this")
@@ -32,40 +32,8 @@ def directory(tmp_path: Path) -> Path:
     with (images / "pages-1.img").open("wb") as pages:
         for block in range(18):
             pages.write(bytes([block]) * (1 << 20))
-    write(tmp_path / "image", tmp_path / "control")
+    write_snapshot(tmp_path / "image", tmp_path / "control")
     return tmp_path / "image"
-
-
-def write(directory: Path, control: Path, **changes: object) -> None:
-    fields: dict[str, object] = {
-        "id": "id",
-        "created": "2026-01-01T00:00:00.000Z",
-        "control_dir": str(control),
-        "control_dirs": [],
-        "metadata": str(control / "restore.json"),
-        "cookie": "cookie",
-        "launcher": {"prepare_signal": 10, "restore_signal": 12, "agent": "signals"},
-        "root_pid": 4000001,
-        "leader_pid": 4000001,
-        "ids": [4000001],
-        "process_count": 1,
-        "uid": 0,
-        "gid": 0,
-        "engine": {"name": "stand-in"},
-        "generation": 1,
-        "incarnation": None,
-        "kernel": "6.1",
-        "criu": "4.1.1",
-        "cwd": [str(directory)],
-        "listening": [],
-        "streams": [],
-        "saved": [],
-        "control": [],
-        "outer": [],
-        "files": manifests.collect(directory),
-        "seconds": {},
-    }
-    Manifest.model_validate(fields | changes).write(directory)
 
 
 def fake_criu(folder: Path) -> str:
@@ -147,12 +115,12 @@ def test_damaged_files(directory: Path) -> None:
 def test_files_outside_that_changed(directory: Path) -> None:
     library = directory.parent / "library.so"
     library.write_bytes(b"12345")
-    write(directory, directory.parent / "control", outer=[{"path": str(library), "size": 4}])
+    write_snapshot(directory, directory.parent / "control", outer=[{"path": str(library), "size": 4}])
     code, words = run_restore(directory)
     assert (code, "has 5 bytes instead of 4" in words) == (74, True)
     library.unlink()
     assert "No such file" in run_restore(directory)[1]
-    write(directory, directory.parent / "control", cwd=["/nowhere/at/all"])
+    write_snapshot(directory, directory.parent / "control", cwd=["/nowhere/at/all"])
     assert "/nowhere/at/all: no such folder" in run_restore(directory)[1]
 
 
@@ -164,7 +132,7 @@ def test_another_control_directory(directory: Path) -> None:
 
 @needs_root
 def test_numbers_in_use_only_matter_in_the_current_namespace(directory: Path) -> None:
-    write(directory, directory.parent / "control", ids=[os.getpid()])
+    write_snapshot(directory, directory.parent / "control", ids=[os.getpid()])
     code, words = run_restore(directory, "--pid-namespace", "current")
     assert (code, f"in use here ({os.getpid()})" in words) == (64, True)
     manifest = manifests.load(directory)
@@ -190,7 +158,7 @@ def test_inspect_says_what_is_missing(directory: Path) -> None:
 
 @needs_root
 def test_an_image_of_a_newer_criu_is_refused_by_restore_and_inspect_alike(directory: Path) -> None:
-    write(directory, directory.parent / "control", criu="5.0")
+    write_snapshot(directory, directory.parent / "control", criu="5.0")
     reason = "the image was made by CRIU 5.0, here is the older 4.9"
     assert run_restore(directory) == (64, f"nvsnap_launch: {reason}\n")
     code, out, _ = call("inspect", str(directory), "--criu", fake_criu(directory.parent), "--json")
@@ -200,7 +168,7 @@ def test_an_image_of_a_newer_criu_is_refused_by_restore_and_inspect_alike(direct
 @needs_root
 def test_values_that_cannot_reach_the_engine_are_refused_before_anything_is_touched(directory: Path) -> None:
     metadata = directory.parent / "agent.json"
-    write(directory, directory.parent / "control", metadata=str(metadata))
+    write_snapshot(directory, directory.parent / "control", metadata=str(metadata))
     code, words = run_restore(directory, "--unset", "HF_TOKEN")
     assert (code, "need a metadata file of ours" in words) == (64, True)
     metadata.write_text('{"schema": 1, "incarnation": "pod-2"}')
