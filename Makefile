@@ -22,11 +22,12 @@ venv:
 demo: setup
 	@$(PYTHON) -m demo.run --work '$(WORK)' $(DEMO)
 
-test: setup
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest $(PYTEST) || $(NO_TEST)
+# First what needs no engine, on two cores; then what has the machine for itself.
+test: test-fast setup
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu' $(PYTEST) || $(NO_TEST)
 
 test-fast: venv
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'not engine and not criu and not gpu' $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 2 --dist loadfile -m 'not engine and not criu and not gpu' $(PYTEST) || $(NO_TEST)
 
 check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)

@@ -17,6 +17,7 @@ TICK = 0.1
 GAP = 1.5  # seconds without a tick that count as a freeze
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 STACKS_KEPT = 20000  # characters, in the verdict
+STACKS_WAIT = 3.0  # seconds
 
 
 def read(path: str) -> dict[str, object]:
@@ -78,19 +79,33 @@ def stacks(control: str) -> str:
     except OSError:
         return ""
     members = set(session())
-    stuck = [int(name[:-4]) for name in names if int(name[:-4]) in members]
+    stuck = {int(name[:-4]): os.path.join(folder, name) for name in names if int(name[:-4]) in members}
     for pid in stuck:
         kill(pid, STACKS_SIGNAL)
-    if stuck:
-        time.sleep(0.5)
-    parts = []
-    for name in names:
-        try:
-            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
-                parts.append(f"stacks of process {name[:-4]}:\n{file.read()}")
-        except OSError:
-            pass
-    return "\n".join(parts)
+    written = wait_for_words(list(stuck.values()))
+    return "\n".join(f"stacks of process {pid}:\n{written.get(path, '')}" for pid, path in stuck.items())
+
+
+def wait_for_words(paths: list[str]) -> dict[str, str]:
+    """The files' content, once each has some and none has grown for a moment; at the latest after STACKS_WAIT seconds."""
+    found: dict[str, str] = {}
+    for _ in range(int(STACKS_WAIT / TICK)):
+        if not paths:
+            break
+        time.sleep(TICK)
+        now = {path: text(path) for path in paths}
+        if all(now.values()) and now == found:
+            break
+        found = now
+    return found
+
+
+def text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def expire(control: str, deadline: dict[str, object]) -> None:
