@@ -74,9 +74,9 @@ def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -
 
     Raises SnapshotError: 64 refused, 74 damaged or failed.
     """
-    signals.block()
     manifest = manifests.load(directory)
     refuse(directory, manifest, criu, settings, options)
+    signals.block()
     # The tree goes on blocking the signals that it was started with.
     settings = settings.model_copy(update=manifest.launcher.model_dump())
     work = Restoration(directory, manifest, criu, settings, options)

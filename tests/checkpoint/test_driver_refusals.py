@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,11 @@ def fake_criu(folder: Path) -> str:
 
 def run_restore(directory: Path, *options: str) -> tuple[int, str]:
     criu = fake_criu(directory.parent)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     code, _, words = call("restore", str(directory), "--criu", criu, *options)
     assert not (directory.parent / "started").exists(), "CRIU was started"
     assert not (directory.parent / "control").exists(), "the control directory was touched"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked, "Ctrl-C works as long as it only looks"
     return code, words
 
 
