@@ -154,8 +154,8 @@ class ControlDirectory:
         """Take the directory for this process until it ends. Raises ControlDirectoryError when another has it."""
         if self._lock is not None:
             return
-        path = self.path / protocol.SUPERVISOR_LOCK
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # The directory itself: nobody can remove it under us, and systemd-tmpfiles leaves a locked one alone (tmpfiles.d(5)).
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -165,6 +165,19 @@ class ControlDirectory:
                 f"control directory {self.path} is in use by launcher PID {holder.get('pid', 'unknown')}"
             ) from None
         self._lock = descriptor
+        marker = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        os.close(os.open(self.path / protocol.SUPERVISOR_LOCK, marker, 0o600))
+
+    def refuse_an_earlier_engine(self) -> None:
+        """Its launcher is dead, since we have the lock, but it still runs, and would take the requests meant for the next.
+
+        Raises ControlDirectoryError.
+        """
+        pid, _ = self.live_leader()
+        if pid:
+            raise ControlDirectoryError(
+                f"the engine of an earlier launcher still runs in control directory {self.path}: end its leader, PID {pid}"
+            )
 
     def clean(self) -> None:
         """Remove what an earlier run left; never the agent's metadata, the logs or the history."""

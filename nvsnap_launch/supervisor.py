@@ -45,6 +45,7 @@ class Supervisor:
         self._child = 0
         self._ended = False
         self._held: list[str] = []
+        self._held_back: list[int] = []  # signals for the engine that wait for the end of a dump
         self._terminated: set[int] = set()
         self._last_term = float("-inf")
         self._deadline: float | None = None
@@ -65,6 +66,7 @@ class Supervisor:
         variables, notes = environment.for_child(self._settings, self._control.path, cookie)
         executable = child.find_executable(argv[0], variables)
         self._take_control(cookie)
+        self._control.refuse_an_earlier_engine()
         self._control.clean()
         self._control.write_supervisor(cookie)
         self._streams = self._open_streams()
@@ -199,8 +201,20 @@ class Supervisor:
             self._forward(number)
 
     def _forward(self, number: int) -> None:
-        if not self._ended:
+        if self._being_dumped():
+            self._held_back.append(number)  # it would become part of the image, and end every restore of it
+        elif not self._ended:
             send(self._child, number)
+
+    def _being_dumped(self) -> bool:
+        dump = self._control.dump() or {}
+        return dump.get("phase") == "dumping" and self._driver_works(dump)
+
+    def _send_held_back(self) -> None:
+        if self._held_back and not self._being_dumped():
+            held, self._held_back = self._held_back, []
+            for number in held:
+                self._terminate_child() if number == signal.SIGTERM else self._forward(number)
 
     def _terminate(self) -> None:
         now = time.monotonic()
@@ -210,6 +224,12 @@ class Supervisor:
             self._deadline = now + self._settings.grace_s
         self._last_term = now
         self._facts.stop_asked = True
+        self._terminate_child()
+
+    def _terminate_child(self) -> None:
+        if self._being_dumped():
+            self._held_back.append(signal.SIGTERM)
+            return
         behind = 0 if self._ended else self._tree.behind_shell(self._child, self._tree.leader())
         self._forward(signal.SIGTERM)
         self._terminated.add(self._child)
@@ -247,6 +267,7 @@ class Supervisor:
     def _look(self) -> None:
         """Relay what is held; answer in place of a leader that will never come."""
         self._rescue()
+        self._send_held_back()
         if not self._held and self._tree.leader_seen and procfs.alive(self._tree.leader_seen):
             return  # it takes the files itself
         leader = self._tree.leader()

@@ -55,6 +55,7 @@ class Control:
         # Not a SimpleQueue: interrupted by a thaw, its wait with a time limit becomes one without (CPython 3.11).
         self._arrived: queue.Queue[str] = queue.Queue()
         self._early: set[str] = set()
+        self._blocked: set[str] = set()  # requests that can't be removed: said once
 
     def start(self) -> None:
         self.machine.publish_starting()
@@ -173,12 +174,19 @@ class Control:
             found = os.lstat(path)
         except OSError:
             return None
+        supervisor = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
+        if supervisor.get("cookie", self.config["cookie"]) != self.config["cookie"]:
+            return None  # another launcher has the directory now: the request is for its engine
         owner = os.stat(self.config["control_dir"]).st_uid
         value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
         try:
             os.unlink(path)
-        except OSError:
+        except OSError as error:
+            if action not in self._blocked:
+                say(f"the request {action!r} can't be taken away and is ignored: {error.strerror}")
+            self._blocked.add(action)
             return None
+        self._blocked.discard(action)
         if found.st_uid not in (owner, 0):
             say(f"the request {action!r} of user {found.st_uid} is ignored: the control directory is not theirs")
             return None

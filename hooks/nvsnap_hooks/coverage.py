@@ -67,7 +67,6 @@ def unpatched(
         if any(helper in word for helper in HELPERS for word in command):
             continue
         if is_engine(pid, {path for _, _, path in procfs.mappings(pid)}):
-            wrong.append(
-                f"process {pid} ({words(pid)}) runs without hooks (python -E, -I or -S, or a wiped environment?)"
-            )
+            why = "python -E, -I or -S, a wiped environment, or its record was removed"
+            wrong.append(f"process {pid} ({words(pid)}) runs without hooks ({why})")
     return wrong

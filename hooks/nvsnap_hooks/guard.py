@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import sys
 import time
 
@@ -22,10 +23,15 @@ STACKS_WAIT = 3.0  # seconds
 
 def read(path: str) -> dict[str, object]:
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
         return {}
+    try:
+        value = json.loads(os.read(descriptor, 1 << 16)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(descriptor)
     return value if isinstance(value, dict) else {}
 
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 
-from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, residue, stacks
+from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, rendezvous, residue, stacks
 from .status import Status
 
 TYPE_CHECKING = False
@@ -216,11 +216,9 @@ class Machine:
 
     def _rebuild(self, timeout: float) -> None:
         """Rendezvous by a fresh file: never the old store, never an address, never the old names."""
-        folder = os.path.join(self.control_dir, protocol.RENDEZVOUS_DIR)
-        os.makedirs(folder, 0o700, exist_ok=True)
+        folder = rendezvous.new_folder(self.control_dir)
         token = os.urandom(8).hex()
-        path = os.path.join(folder, token)
-        self._on_ranks("reacquire", timeout, init_method=f"file://{path}", token=token)
+        self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
 
     def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> None:
         """One action on all ranks; its steps go to ``last``. Raises Refused with what the ranks hold, or what failed where."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 
 TYPE_CHECKING = False
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SCHEMA = 1
+SIZE_LIMIT = 1 << 20  # bytes of a control file
 
 STARTING = "starting"
 SERVING = "serving"
@@ -116,12 +118,23 @@ def outcome(action: str, error: str | None = None, **fields: Any) -> dict[str, A
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The object in a file, or None when the file is missing, half-written or not an object."""
+    """The object in a file; None when there is no such regular file, or it is half-written, not an object, or over 1 MiB.
+
+    Never waits: whatever somebody put there instead of a file (a FIFO, a link to a device) is not opened or not read.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > SIZE_LIMIT:
+            return None
+        value = json.loads(os.read(descriptor, SIZE_LIMIT))
     except (OSError, ValueError, RecursionError):
         return None
+    finally:
+        os.close(descriptor)
     return value if isinstance(value, dict) else None
 
 
@@ -146,9 +159,8 @@ def append_event(control_dir: str | os.PathLike[str], event: str, **fields: Any)
     record = {"time": timestamp(), "event": event, **fields}
     line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
     try:
-        descriptor = os.open(
-            os.path.join(control_dir, EVENTS_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(os.path.join(control_dir, EVENTS_FILE), flags, 0o600)
     except OSError:
         return
     try:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract_harness import Engine
+from contract_harness import SECRET, Engine
 
 SERVE = ("--token-seconds", "0.02")
-SECRET = "hf-secret-that-must-not-show"
 VARIABLES = {"HF_TOKEN": SECRET, "POD_IP": "1.1.1.1", "SITE_ZONE": "old"}
 OPTIONS = ("--env-allow", "SITE_ZONE")
 BRIEF = ("--restore-timeout-s", "2")  # a restore takes 0.03 s; those that may fail should fail soon

@@ -21,6 +21,7 @@ from nvsnap_launch.hooktree import procfs
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = ROOT / "tests" / "standin"
 PATIENCE = 20.0  # seconds for anything that should be quick, on a machine that is busy
+SECRET = "hf-secret-that-must-not-show"
 
 Value = TypeVar("Value")
 Status = dict[str, Any]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SECRET
-from contract_harness import Engine
+from contract_harness import SECRET, Engine
 
 Start = Callable[..., Engine]
 

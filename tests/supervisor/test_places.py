@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import LEADER, ROOT, Launcher, wait_until
 
-from nvsnap_launch.hooktree import procfs
+from nvsnap_launch.hooktree import procfs, protocol
 
 AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 NOBODY = 65534
@@ -256,3 +256,24 @@ def test_a_bug_of_ours_and_a_process_that_cannot_be_killed(launcher: Launcher, t
         assert procfs.alive(engine)
     finally:
         os.kill(engine, signal.SIGKILL)
+
+
+def test_the_engine_of_a_launcher_that_was_killed_is_in_the_way(tmp_path: Path) -> None:
+    """A second engine beside it would share its files: refused, naming the process to end."""
+    control = tmp_path / "control"
+    cookie, leader = "of-the-first", subprocess.Popen(["sleep", "60"])
+    try:
+        control.mkdir(0o700)
+        entry = {"pid": leader.pid, "cookie": cookie, "pid_namespace": protocol.pid_namespace()}
+        protocol.write_json(control / protocol.SUPERVISOR_FILE, {"pid": 1, "cookie": cookie})
+        protocol.write_json(control / protocol.LEADER_FILE, entry)
+        command = [sys.executable, "-m", "nvsnap_launch", "run", "--control-dir", str(control), "--", "true"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert found.returncode == 64
+        assert f"end its leader, PID {leader.pid}" in found.stderr
+        leader.kill()
+        leader.wait()
+        assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+    finally:
+        leader.kill()
+        leader.wait()

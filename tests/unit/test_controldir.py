@@ -64,8 +64,8 @@ def test_a_reader_finds_the_fallback_that_is_in_use(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("NVSNAP_CONTROL_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(controldir, "DEFAULT", tmp_path / "default")
-    assert controldir.resolve(None) == tmp_path / "default"
     monkeypatch.setattr(controldir, "TEMPORARY", tmp_path / "shared")
+    assert controldir.resolve(None) == tmp_path / "default"
     (tmp_path / "shared").mkdir()
     last = ControlDirectory(tmp_path / "shared" / f"nvsnap-{os.geteuid()}")
     last.create()
