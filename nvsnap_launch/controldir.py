@@ -129,7 +129,10 @@ class ControlDirectory:
     def create(self) -> None:
         """Make the directory (mode 0700), check who can act through it and that it takes data."""
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for parent in reversed(self.path.absolute().parents):
+                if not parent.exists():
+                    parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody else may put another one there
+            self.path.mkdir(mode=0o700, exist_ok=True)
             check_owner(self.path)
             self._probe()
             for name in (protocol.PROCESSES_DIR, protocol.STACKS_DIR):

@@ -397,7 +397,7 @@ class Supervisor:
 
     def _write_end(self, code: int, reason: str) -> None:
         status = self._control.status() or {}
-        if status.get("state") == protocol.FAILED and not self._leader_lost:
+        if status.get("state") == protocol.FAILED and not (self._leader_lost or self._facts.stop_asked):
             return
         state = protocol.FAILED if code and not self._facts.stop_asked else protocol.ENDED
         outcome = {"code": code, "reason": reason or f"exit status {code}"}
@@ -405,10 +405,11 @@ class Supervisor:
 
     def _write_status(self, state: str, **changes: Any) -> None:
         """Over what was there last. A full disk must not bring the launcher down."""
-        kept = {name: value for name, value in (self._control.status() or {}).items() if name not in _OWN_FIELDS}
+        kept = {name: value for name, value in (self._control.status() or {}).items() if name in _KEPT_FIELDS}
         with contextlib.suppress(OSError):
             self._control.write_status(state, **{**kept, **changes})
             protocol.append_event(self._control.path, "state", state=state)
 
 
-_OWN_FIELDS = {"schema", "state", "updated"}
+# Of a status that was there before: what we know, whoever wrote it.
+_KEPT_FIELDS = protocol.new_status("").keys() - {"schema", "state", "updated"}

@@ -15,7 +15,7 @@ import sys
 import threading
 
 from . import protocol
-from .machine import Fatal, Machine, end_tree
+from .machine import Fatal, Machine, end_tree, leave_verdict
 from .protocol import say
 
 TYPE_CHECKING = False
@@ -106,6 +106,7 @@ class Control:
             self._end(Fatal(protocol.EXIT_BUG, f"our own fault: {type(error).__name__}: {error}"))
 
     def _end(self, fatal: Fatal) -> None:
+        leave_verdict(self.config["control_dir"], fatal)
         say(str(fatal))
         self.machine.publish_failed(fatal)
         end_tree(self.config["control_dir"], fatal)

@@ -394,15 +394,20 @@ def _describe(residue: dict[int, list[str]]) -> str:
     return "; ".join(f"process {pid} still holds: {', '.join(items)}" for pid, items in sorted(residue.items()))
 
 
-def end_tree(control_dir: str, fatal: Fatal) -> None:
-    """Leave the verdict with the stacks of whoever is stuck, end every other process of the session, then this one."""
-    found = guard.stacks(control_dir)
-    if found:
-        protocol.say(found)
+def leave_verdict(control_dir: str, fatal: Fatal, found: str = "") -> None:
+    """Tell the launcher with which status to end, and why. First of all: the engine may end by itself at any moment now."""
     verdict = {"exit_code": fatal.exit_code, "reason": str(fatal), "stacks": found[-guard.STACKS_KEPT :]}
     try:
         protocol.write_json(os.path.join(control_dir, protocol.VERDICT_FILE), verdict)
     except OSError:
         pass
+
+
+def end_tree(control_dir: str, fatal: Fatal) -> None:
+    """Add the stacks of whoever is stuck to the verdict, end every other process of the session, then this one."""
+    found = guard.stacks(control_dir)
+    if found:
+        protocol.say(found)
+        leave_verdict(control_dir, fatal, found)
     guard.kill_session()
     os._exit(fatal.exit_code)

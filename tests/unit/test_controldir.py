@@ -151,3 +151,13 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     first.write_supervisor("c")
     with pytest.raises(ControlDirectoryError, match=f"in use by launcher PID {os.getpid()}"):
         second.lock()
+
+
+def test_folders_above_are_not_writable_by_others(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        ControlDirectory(tmp_path / "a" / "b" / "control").create()
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a/b/control")]
+    assert modes == [0o755, 0o755, 0o700]
