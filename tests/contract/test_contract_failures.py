@@ -150,6 +150,15 @@ def test_a_version_that_is_not_in_the_table(start: Start, tmp_path: Path, versio
     assert engine.stop() == 0
 
 
+def test_a_device_that_is_not_covered(start: Start) -> None:
+    """A verified version on GPUs: its graphs and peer memory would stay, and such an image could never be restored."""
+    engine = start(ranks=1, env={"STANDIN_DEVICE": "cuda"}).serving()
+    found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))
+    assert (found["state"], found["last"]["ok"]) == ("serving", False)
+    assert found["last"]["error"] == "vLLM on cuda is not supported yet, only its CPU build"
+    engine.answers(ranks=1)
+
+
 def _answers(engine: Engine) -> bool:
     try:
         return engine.get("/health")[0] == 200

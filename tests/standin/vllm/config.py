@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass, field
 
 
@@ -6,6 +7,12 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     nnodes: int = 1
+    pipeline_parallel_size: int = 1
+
+
+@dataclass
+class DeviceConfig:
+    device_type: str = os.environ.get("STANDIN_DEVICE", "cpu")
 
 
 @dataclass
@@ -13,3 +20,4 @@ class VllmConfig:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     startup_seconds: float = 0.0
     token_seconds: float = 0.01
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
