@@ -137,8 +137,8 @@ class ControlDirectory:
             self._probe()
             for name in (protocol.PROCESSES_DIR, protocol.STACKS_DIR):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
-        except FileExistsError:
-            raise ControlDirectoryError(f"control directory {self.path} is not a directory") from None
+        except FileExistsError as error:
+            raise ControlDirectoryError(f"control directory {self.path}: {error.filename} is not a directory") from None
         except OSError as error:
             raise _unusable(self.path, error) from None
 
