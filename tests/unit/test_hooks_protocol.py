@@ -1,0 +1,70 @@
+"""Control files that are something else, and a rendezvous without room."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nvsnap_hooks import protocol, rendezvous
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    os.mkfifo(path)
+    assert protocol.read_json(path) is None
+    path.unlink()
+    path.mkdir()
+    assert protocol.read_json(path) is None
+    (tmp_path / "link").symlink_to("/dev/zero")
+    assert protocol.read_json(tmp_path / "link") is None
+    (tmp_path / "large").write_bytes(b" " * (protocol.SIZE_LIMIT + 1))
+    assert protocol.read_json(tmp_path / "large") is None
+
+
+def test_history_into_a_fifo_or_through_a_link_is_dropped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / protocol.EVENTS_FILE)
+    protocol.append_event(tmp_path, "one")
+    (tmp_path / protocol.EVENTS_FILE).unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (tmp_path / protocol.EVENTS_FILE).symlink_to(victim)
+    protocol.append_event(tmp_path, "two")
+    assert victim.read_text() == "as it was"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=64k"):
+        pytest.skip("mounting is not possible here")
+    try:
+        yield folder
+    finally:
+        libc.umount2(os.fsencode(folder), 2)
+
+
+def test_the_ranks_meet_elsewhere_when_the_control_directory_is_full(small_disk: Path) -> None:
+    (small_disk / "fill").write_bytes(b"\1" * (60 << 10))
+    first = rendezvous.new_folder(str(small_disk))
+    assert not first.startswith(str(small_disk))
+    assert os.listdir(first) == []
+    (small_disk / "fill").unlink()
+    (small_disk / protocol.RENDEZVOUS_DIR).rmdir()
+    (small_disk / protocol.RENDEZVOUS_DIR).write_text("a file in its place")
+    second = rendezvous.new_folder(str(small_disk))
+    assert not second.startswith(str(small_disk))
+    assert not Path(first).exists(), "the one before is taken away"
+    os.rmdir(second)
+
+
+def test_the_ranks_meet_in_the_control_directory(tmp_path: Path) -> None:
+    folder = Path(rendezvous.new_folder(str(tmp_path)))
+    assert folder.parent == tmp_path / protocol.RENDEZVOUS_DIR
+    assert folder.stat().st_mode & 0o777 == 0o700
