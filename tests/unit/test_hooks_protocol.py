@@ -54,14 +54,14 @@ def test_the_ranks_meet_elsewhere_when_the_control_directory_is_full(small_disk:
     (small_disk / "fill").write_bytes(b"\1" * (60 << 10))
     first = rendezvous.new_folder(str(small_disk))
     assert not first.startswith(str(small_disk))
-    assert os.listdir(first) == []
+    assert list(Path(first).iterdir()) == []
     (small_disk / "fill").unlink()
     (small_disk / protocol.RENDEZVOUS_DIR).rmdir()
     (small_disk / protocol.RENDEZVOUS_DIR).write_text("a file in its place")
     second = rendezvous.new_folder(str(small_disk))
     assert not second.startswith(str(small_disk))
     assert not Path(first).exists(), "the one before is taken away"
-    os.rmdir(second)
+    Path(second).rmdir()
 
 
 def test_the_ranks_meet_in_the_control_directory(tmp_path: Path) -> None:
