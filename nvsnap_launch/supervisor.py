@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nvsnap_launch import child, environment, logs, processes, refusal, signals
+from nvsnap_launch import child, environment, logs, refusal, signals
 from nvsnap_launch.controldir import STDERR_LOG, STDOUT_LOG, ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 from nvsnap_launch.outcome import Facts, decide
-from nvsnap_launch.rescue import UNFINISHED, rescue
+from nvsnap_launch.rescue import UNFINISHED, driver_works, rescue
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.tree import Tree, become_subreaper, send
 
@@ -208,7 +208,7 @@ class Supervisor:
 
     def _being_dumped(self) -> bool:
         dump = self._control.dump() or {}
-        return dump.get("phase") == "dumping" and self._driver_works(dump)
+        return dump.get("phase") == "dumping" and driver_works(self._control, dump)
 
     def _send_held_back(self) -> None:
         if self._held_back and not self._being_dumped():
@@ -287,7 +287,7 @@ class Supervisor:
 
     def _rescue(self) -> None:
         dump = self._control.dump() or {}
-        if dump.get("phase") not in UNFINISHED or self._driver_works(dump):
+        if dump.get("phase") not in UNFINISHED or driver_works(self._control, dump):
             return
         with contextlib.suppress(OSError):  # a full disk: tried again on the next look
             if rescue(self._control, self._tree.live(), dump):
@@ -363,19 +363,12 @@ class Supervisor:
             return None
         deadline = time.monotonic() + _UNKNOWN_DRIVER_S
         while (dump := self._control.dump() or {}).get("phase") == "dumping":
-            if not self._driver_works(dump) or time.monotonic() > deadline:
+            if not driver_works(self._control, dump) or time.monotonic() > deadline:
                 dump = self._control.dump() or {}  # it may have ended just now, after its last word
                 break
             self._wait_a_little()
         prepared = (self._control.status() or {}).get("state") == protocol.PREPARED
         return str(dump.get("snapshot") or "") if dump.get("phase") == "done" and prepared else None
-
-    def _driver_works(self, dump: dict[str, Any]) -> bool:
-        """True as well for a driver in a PID namespace that we cannot see into."""
-        if not processes.number(dump, "pid"):
-            return False
-        ours = processes.number(dump, "pid_namespace") in (0, protocol.pid_namespace())
-        return bool(processes.named_by(dump)) if ours else True
 
     def _verdict(self) -> tuple[int, str] | None:
         found = self._control.verdict() or {}

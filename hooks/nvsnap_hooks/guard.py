@@ -36,10 +36,16 @@ def read(path: str) -> dict[str, object]:
 
 
 def write(path: str, value: dict[str, object]) -> None:
+    temporary = path + ".guard"
     try:
-        with open(path + ".guard", "w", encoding="utf-8") as file:
+        os.unlink(temporary)
+    except OSError:
+        pass
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(value, file)
-        os.replace(path + ".guard", path)
+        os.replace(temporary, path)
     except OSError:
         pass
 

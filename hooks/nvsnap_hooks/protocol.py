@@ -141,17 +141,24 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
     """Replace a file in one step: a reader sees the old object or the new one, never a part. Raises OSError."""
     temporary = f"{path}.{os.getpid()}.tmp"
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n"
+    _unlink(temporary)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, separators=(",", ":"), sort_keys=True)
-            file.write("\n")
+        # Root may write here into another user's folder: nothing that was put under this name is followed or written to.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
         os.replace(temporary, path)
     except OSError:
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass
+        _unlink(temporary)
         raise
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
 
 
 def append_event(control_dir: str | os.PathLike[str], event: str, **fields: Any) -> None:

@@ -1,5 +1,6 @@
 """``snapshot create``: prepare, freeze the tree into a folder, end it. Written beside and renamed at the end.
 
+An empty folder that is there already (a mounted volume, say) is kept and written inside, manifest.json last.
 Until the rename the tree is only stopped, so that any failure ends in a server that serves, no image, and no
 ``link_remap.*`` in /dev/shm.
 """
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,19 +25,27 @@ from nvsnap_hooks import metadata as metadata_file
 from nvsnap_launch import client, processes
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
-from nvsnap_launch.rescue import UNFINISHED
+from nvsnap_launch.rescue import LOCK_FILE, UNFINISHED, lock
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import obstacles, saved
 from nvsnap_launch.snapshot import tree as proc
 from nvsnap_launch.snapshot.criu import Criu
 from nvsnap_launch.snapshot.errors import Interrupted, SnapshotError
 from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Launcher, Manifest, OuterFile, Stream
+from nvsnap_launch.snapshot.owner import Owner
+from nvsnap_launch.snapshot.pending import pending
 from nvsnap_launch.snapshot.progress import Clock, say, size_text
 from nvsnap_launch.snapshot.tree import Tree
 
 CAP_SYS_RESOURCE = 24  # linux/capability.h
 RESERVE_BYTES = 64 << 20
+SAFE_UMASK = 0o022  # nobody else may write into a folder that we make on the way
 UNDO_SECONDS = 180.0
+LOCK_SECONDS = 1.0  # the launcher takes the lock for a moment when it asks whether a driver lives
+POLL_SECONDS = 0.02
+INNER_PARTIAL = ".partial"  # in an existing folder; else the folder's own name with this at its end
+LOST_AND_FOUND = "lost+found"
+PARTS = (IMAGES_DIR, manifests.DATA_DIR, manifests.MANIFEST_FILE)  # of a snapshot; what makes it one comes last
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Small files of ours in the control directory that the tree goes on with; status and requests are made anew.
 CONTROL_FILES = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE)
@@ -55,8 +65,12 @@ def create(directory: Path, control: ControlDirectory, criu: Criu, options: Opti
     Raises SnapshotError: 64 refused and nothing touched, 1 failed and the server serves again, 75 failed and the
     server could not be brought back to serving; Interrupted after a signal, undone likewise.
     """
-    with signals_raise():
-        refuse_early(directory, control)
+    if os.geteuid() != 0:
+        raise SnapshotError("taking a snapshot needs root (CRIU does)", protocol.EXIT_USAGE)
+    os.umask(os.umask(SAFE_UMASK) | SAFE_UMASK)
+    refuse_taken(directory)
+    with signals_raise(), the_only_one(control):
+        refuse_taken(directory)  # again: another driver may have filled it
         criu.check()
         engine = find_engine(control)
         refuse_what_never_works(engine.tree)
@@ -108,17 +122,54 @@ def find_engine(control: ControlDirectory) -> Engine:
     return Engine(leader, tree, hooks_config(tree, str(entry.get("cookie") or "")))
 
 
-def refuse_early(directory: Path, control: ControlDirectory) -> None:
-    if os.geteuid() != 0:
-        raise SnapshotError("taking a snapshot needs root (CRIU does)", protocol.EXIT_USAGE)
+@contextlib.contextmanager
+def the_only_one(control: ControlDirectory) -> Iterator[None]:
+    """Hold dump.lock: two drivers would undo each other's work. Raises SnapshotError (64) when another has it."""
+    descriptor = take_lock(control)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def take_lock(control: ControlDirectory) -> int:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            with owner_of(control).acting():
+                return lock(control.path, make=True)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                driver = processes.named_by(control.dump())
+                by = f" by process {driver}" if driver else ""
+                raise SnapshotError(f"another snapshot is being taken{by}", protocol.EXIT_USAGE) from None
+            time.sleep(POLL_SECONDS)
+        except FileNotFoundError:
+            raise SnapshotError(f"no engine with hooks is running under {control.path}", protocol.EXIT_USAGE) from None
+        except OSError as error:
+            text = f"{control.path / LOCK_FILE} cannot be locked: {error.strerror}"
+            raise SnapshotError(text, protocol.EXIT_USAGE) from error
+
+
+def owner_of(control: ControlDirectory) -> Owner:
+    """Who a control directory belongs to. Raises OSError."""
+    found = control.path.stat()
+    return Owner(found.st_uid, found.st_gid)
+
+
+def refuse_taken(directory: Path) -> None:
     if manifests.is_snapshot(directory):
         raise SnapshotError(f"{directory} is a snapshot already: name another folder", protocol.EXIT_USAGE)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.is_symlink() and not directory.exists():
+        raise SnapshotError(f"{directory} is a symbolic link to nothing", protocol.EXIT_USAGE)
+    if directory.exists() and not (directory.is_dir() and is_free(directory)):
         raise SnapshotError(f"{directory} exists and is not an empty folder", protocol.EXIT_USAGE)
-    dump = control.dump() or {}
-    driver = processes.named_by(dump)
-    if driver and dump.get("phase") in UNFINISHED:
-        raise SnapshotError(f"another snapshot is being taken by process {driver}", protocol.EXIT_USAGE)
+
+
+def is_free(directory: Path) -> bool:
+    """Whether a folder is empty but for what a killed driver left there, and for what a new file system has."""
+    names = {entry.name for entry in directory.iterdir()} - {LOST_AND_FOUND}
+    return not names or (INNER_PARTIAL in names and names <= {INNER_PARTIAL, *PARTS})
 
 
 def refuse_what_never_works(tree: Tree) -> None:
@@ -144,7 +195,8 @@ def refuse_other_users(tree: Tree) -> None:
 
 def refuse_without_space(directory: Path, tree: Tree) -> None:
     needed = sum(map(proc.memory_bytes, tree.pids)) + RESERVE_BYTES
-    place = next(parent for parent in directory.absolute().parents if parent.exists())
+    directory = directory.absolute()
+    place = next(folder for folder in (directory, *directory.parents) if folder.exists())
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
@@ -161,7 +213,8 @@ class Creation:
         self, directory: Path, control: ControlDirectory, criu: Criu, options: Options, engine: Engine
     ) -> None:
         self.directory = directory
-        self.partial = directory.with_name(directory.name + ".partial")
+        self.inside = directory.is_dir()
+        self.partial = directory / INNER_PARTIAL if self.inside else directory.with_name(directory.name + ".partial")
         self.control = control
         self.criu = criu
         self.options = options
@@ -170,6 +223,7 @@ class Creation:
         self.config = engine.config
         self.clock = Clock()
         self.id = str(uuid.uuid4())
+        self.made = False  # the partial folder is ours
         self.touched = False  # prepare was asked for, or found done
         self.unanswered = False  # it was asked for, and may yet be carried out
         self.dumping = False
@@ -199,6 +253,7 @@ class Creation:
         facts = self.facts()
         with self.clock.step("dump"):
             self.dump()
+            self.refuse_if_it_moved_on(facts["generation"])
         with self.clock.step("files"):
             manifest = self.save_files(facts)
         with self.clock.step("sync"):
@@ -212,12 +267,16 @@ class Creation:
         try:
             if self.partial.exists():
                 remove_left_over(self.partial)
+                self.take_parts_back()
+            self.made = True
             self.partial.mkdir(mode=0o700, parents=True)
             (self.partial / IMAGES_DIR).mkdir(mode=0o700)
         except OSError as error:
             raise SnapshotError(f"{self.partial} cannot be made: {error.strerror}", protocol.EXIT_USAGE) from error
 
     def prepare(self) -> None:
+        if (self.control.dump() or {}).get("phase") in UNFINISHED:
+            proc.resume(self.tree.pids)  # left stopped by a driver that was killed, and would be so in the image
         self.touched = True
         if (self.control.status() or {}).get("state") == protocol.PREPARED:
             say("prepared already")
@@ -236,7 +295,8 @@ class Creation:
     def write_phase(self, phase: str) -> None:
         value = {"phase": phase, "pid": os.getpid(), "root": self.tree.inner_root, "snapshot": self.id}
         value["pid_namespace"] = protocol.pid_namespace()
-        protocol.write_json(self.control.path / protocol.DUMP_FILE, value)
+        with owner_of(self.control).acting():
+            protocol.write_json(self.control.path / protocol.DUMP_FILE, value)
 
     def dump(self) -> None:
         # Left by a dump that failed before: CRIU would stumble over it.
@@ -245,6 +305,18 @@ class Creation:
         self.dumping = True
         enter = None if same_namespaces(self.tree.root) else self.tree.root
         self.criu.dump(self.tree.inner_root, self.partial / IMAGES_DIR, enter)
+
+    def refuse_if_it_moved_on(self, generation: int) -> None:
+        """Up to the freeze anybody could ask the tree for something else. Raises SnapshotError. Now it stands still."""
+        status = self.control.status() or {}
+        asked = (self.control.path / protocol.RESTORE).exists()
+        if asked or (status.get("state"), status.get("generation")) != (protocol.PREPARED, generation):
+            raise SnapshotError("a restore was asked for before the server was frozen")
+        requests = {self.config.launcher.prepare_signal, self.config.launcher.restore_signal}
+        numbers = pending(self.partial / IMAGES_DIR, self.tree.pids, requests)
+        if numbers:
+            names = " and ".join(map(signal_name, numbers))
+            raise SnapshotError(f"{names} came meanwhile, and would come again with each restore")
 
     def remove_remaps(self) -> None:
         saved.remove(str(self.tree.files) + name for name in saved.link_remaps(self.tree))
@@ -313,11 +385,27 @@ class Creation:
         for path in (self.partial / IMAGES_DIR, self.partial):
             manifests.sync(path)
         too_late_to_stop()
-        self.partial.rename(self.directory)
+        self.put_in_place()
         self.complete = True
         with contextlib.suppress(OSError):
-            manifests.sync(self.directory.parent)
+            manifests.sync(self.directory if self.inside else self.directory.parent)
         return manifest
+
+    def put_in_place(self) -> None:
+        if not self.inside:
+            self.partial.rename(self.directory)
+            return
+        for name in PARTS:
+            if (self.partial / name).exists():
+                (self.partial / name).rename(self.directory / name)
+        with contextlib.suppress(OSError):
+            self.partial.rmdir()
+
+    def take_parts_back(self) -> None:
+        """Remove what was put in place inside the user's folder, which stays."""
+        if self.inside:
+            for name in PARTS[:-1]:
+                shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def release(self) -> None:
         if self.options.leave_running:
@@ -351,7 +439,9 @@ class Creation:
         if self.dumping:
             self.remove_remaps()
         # First: on a full disk the control directory may need the space.
-        shutil.rmtree(self.partial, ignore_errors=True)
+        if self.made:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.take_parts_back()
         if self.touched:
             self.bring_back(error)
 
@@ -405,6 +495,13 @@ def hooks_config(tree: Tree, cookie: str) -> HooksConfig:
     raise SnapshotError(reason, protocol.EXIT_USAGE)
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def same_namespaces(pid: int) -> bool:
     """Whether a process lives in our PID and mount namespace."""
 
@@ -417,7 +514,7 @@ def same_namespaces(pid: int) -> bool:
 def remove_left_over(partial: Path) -> None:
     """Remove what a killed driver left; anything else of that name is refused."""
     names = {entry.name for entry in partial.iterdir()} if partial.is_dir() else {"?"}
-    if names - {IMAGES_DIR, manifests.DATA_DIR, manifests.MANIFEST_FILE}:
+    if names - set(PARTS):
         raise SnapshotError(f"{partial} is in the way and not of our making", protocol.EXIT_USAGE)
     shutil.rmtree(partial)
 

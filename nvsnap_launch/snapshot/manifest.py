@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nvsnap_launch.hooktree import protocol
 from nvsnap_launch.snapshot.errors import SnapshotError
@@ -25,6 +25,28 @@ SAMPLE_BYTES = 64 << 10
 SAMPLE_EVERY = 16 << 20
 
 
+def absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise ValueError("not an absolute path")
+    return path
+
+
+def below(path: str) -> str:
+    """The name of a file of the snapshot, which leads nowhere else."""
+    if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        raise ValueError("not a path inside the snapshot")
+    return path
+
+
+AbsolutePath = Annotated[str, AfterValidator(absolute)]
+InnerPath = Annotated[str, AfterValidator(below)]
+# Process 1 and numbers below are never an engine's: a signal to them would reach everything (kill(2)).
+ProcessNumber = Annotated[int, Field(gt=1, lt=1 << 22)]  # PID_MAX_LIMIT, proc(5)
+UserNumber = Annotated[int, Field(ge=0, lt=(1 << 32) - 1)]  # the last one is chown(2)'s "no change"
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+SignalNumber = Annotated[int, Field(ge=0, le=64)]
+
+
 class Model(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -32,8 +54,8 @@ class Model(BaseModel):
 class ImageFile(Model):
     """A file of the snapshot: path below its folder, bytes, and a hash of all of it or of samples (see digest)."""
 
-    path: str
-    size: int
+    path: InnerPath
+    size: Size
     hash: Literal["full", "sampled"]
     sha256: str
 
@@ -41,34 +63,34 @@ class ImageFile(Model):
 class SavedFile(Model):
     """A file that the tree needs at the same place: a blob in the snapshot, and every name it goes by."""
 
-    names: list[str]
-    blob: str
-    size: int
-    mode: int
-    uid: int
-    gid: int
+    names: Annotated[list[AbsolutePath], Field(min_length=1)]
+    blob: InnerPath
+    size: Size
+    mode: Annotated[int, Field(ge=0, le=0o7777)]
+    uid: UserNumber
+    gid: UserNumber
 
 
 class Stream(Model):
     """A log of the tree: handed over open at a restore, so that its size may have changed since."""
 
-    path: str
+    path: AbsolutePath
     read: bool = False
 
 
 class Launcher(Model):
     """Settings of the first launcher that the tree goes on with: signal numbers (0 is none) and the kind of agent."""
 
-    prepare_signal: int
-    restore_signal: int
+    prepare_signal: SignalNumber
+    restore_signal: SignalNumber
     agent: Literal["signals", "nvsnap", "files"]
 
 
 class OuterFile(Model):
     """A file that the tree maps or has open and that is not part of the snapshot; CRIU checks its size."""
 
-    path: str
-    size: int
+    path: AbsolutePath
+    size: Size
 
 
 class Manifest(Model):
@@ -76,23 +98,23 @@ class Manifest(Model):
     schema_: int = SCHEMA
     id: str
     created: str
-    control_dir: str
-    control_dirs: list[str]
-    metadata: str
+    control_dir: AbsolutePath
+    control_dirs: list[AbsolutePath]
+    metadata: AbsolutePath
     cookie: str
     launcher: Launcher
-    root_pid: int
-    leader_pid: int
-    ids: list[int]
+    root_pid: ProcessNumber
+    leader_pid: ProcessNumber
+    ids: list[ProcessNumber]
     process_count: int
-    uid: int
-    gid: int
+    uid: UserNumber
+    gid: UserNumber
     engine: dict[str, Any]
     generation: int
     incarnation: str | None
     kernel: str
-    criu: str
-    cwd: list[str]
+    criu: Annotated[str, Field(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})*$")]
+    cwd: list[AbsolutePath]
     listening: list[str]
     streams: list[Stream]
     saved: list[SavedFile]
@@ -100,6 +122,12 @@ class Manifest(Model):
     outer: list[OuterFile]
     files: list[ImageFile]
     seconds: dict[str, float]
+
+    @model_validator(mode="after")
+    def numbers_belong_to_the_tree(self) -> Manifest:
+        if not {self.root_pid, self.leader_pid} <= set(self.ids):
+            raise ValueError("root_pid or leader_pid is not among ids")
+        return self
 
     @property
     def size(self) -> int:
@@ -111,6 +139,7 @@ class Manifest(Model):
         value["schema"] = value.pop("schema_")
         path = directory / MANIFEST_FILE
         with path.open("w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)
             json.dump(value, file, indent=1, sort_keys=True)
             file.write("\n")
             file.flush()
@@ -132,7 +161,7 @@ def load(directory: Path) -> Manifest:
         raise SnapshotError(f"{directory} is not a snapshot: it has no {MANIFEST_FILE}", protocol.EXIT_USAGE) from None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}", protocol.EXIT_USAGE) from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SnapshotError(f"{path} is damaged: it is not whole JSON", protocol.EXIT_RESTORE_FAILED) from None
     return parse(path, value)
 
@@ -147,10 +176,9 @@ def parse(path: Path, value: Any) -> Manifest:
     try:
         return Manifest.model_validate(value)
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise SnapshotError(
-            f"{path} is damaged: {place}: {error.errors()[0]['msg']}", protocol.EXIT_RESTORE_FAILED
-        ) from None
+        first = error.errors()[0]
+        text = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+        raise SnapshotError(f"{path} is damaged: {text}", protocol.EXIT_RESTORE_FAILED) from None
 
 
 def digest(path: Path) -> tuple[Literal["full", "sampled"], str]:

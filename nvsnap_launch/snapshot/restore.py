@@ -40,6 +40,7 @@ from nvsnap_launch.snapshot.progress import Clock, say
 EXIT_FAILED = protocol.EXIT_RESTORE_FAILED
 EXIT_REFUSED = protocol.EXIT_USAGE
 RESTORE_LOG = "criu-restore.log"
+SAFE_UMASK = 0o022  # nobody else may write into a folder that we make on the way
 LOCK_SECONDS = 10.0
 POLL_SECONDS = 0.05
 METADATA_SECONDS = 2.0
@@ -77,6 +78,7 @@ def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -
     manifest = manifests.load(directory)
     refuse(directory, manifest, criu, settings, options)
     signals.block()
+    os.umask(os.umask(SAFE_UMASK) | SAFE_UMASK)
     # The tree goes on blocking the signals that it was started with.
     settings = settings.model_copy(update=manifest.launcher.model_dump())
     work = Restoration(directory, manifest, criu, settings, options)

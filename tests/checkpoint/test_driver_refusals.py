@@ -135,7 +135,7 @@ def test_another_control_directory(directory: Path) -> None:
 
 @needs_root
 def test_numbers_in_use_only_matter_in_the_current_namespace(directory: Path) -> None:
-    write_snapshot(directory, directory.parent / "control", ids=[os.getpid()])
+    write_snapshot(directory, directory.parent / "control", ids=[4000001, os.getpid()])
     code, words = run_restore(directory, "--pid-namespace", "current")
     assert (code, f"in use here ({os.getpid()})" in words) == (64, True)
     manifest = manifests.load(directory)
