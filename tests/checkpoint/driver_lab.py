@@ -241,3 +241,44 @@ def check_owned(lab: Lab) -> None:
     assert {path.stat().st_uid for path in [lab.control, *lab.control.rglob("*")]} == {USER}
     for pid in lab.stand_ins():
         assert uids(pid) == {str(USER)}
+
+
+# A CRIU that behaves until it is asked to dump. $REAL is the real one.
+WRAPPER = """#!/bin/sh
+case "$1" in
+dump) {action} ;;
+*) exec {real} "$@" ;;
+esac
+"""
+
+
+def wrapper(lab: Lab, action: str) -> str:
+    path = lab.folder / "criu-that-fails"
+    path.write_text(WRAPPER.format(action=action.format(real=lab.criu), real=lab.criu))
+    path.chmod(0o755)
+    return str(path)
+
+
+def check_serving(lab: Lab, client: Connection, state: str = "serving") -> None:
+    answer = client.ask("set still")
+    assert (answer["state"], answer["mode"]) == (state, "cold")
+    assert answer["child"]["start"] == "still", "the child answers too"
+    assert not lab.image.exists()
+    assert not lab.image.with_name("image.partial").exists()
+    assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
+    stopped = [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"]
+    assert stopped == []
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[None]:
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "small", place], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)

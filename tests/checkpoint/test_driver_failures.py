@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from driver_lab import ROOT, STAND_IN, Connection, Lab, wait_until
+from driver_lab import ROOT, STAND_IN, Connection, Lab, check_serving, small_disk, state_of, wait_until, wrapper
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
-
-# A CRIU that behaves until it is asked to dump. $REAL is the real one.
-WRAPPER = """#!/bin/sh
-case "$1" in
-dump) {action} ;;
-*) exec {real} "$@" ;;
-esac
-"""
-
-
-def wrapper(lab: Lab, action: str) -> str:
-    path = lab.folder / "criu-that-fails"
-    path.write_text(WRAPPER.format(action=action.format(real=lab.criu), real=lab.criu))
-    path.chmod(0o755)
-    return str(path)
-
-
-def check_serving(lab: Lab, client: Connection, state: str = "serving") -> None:
-    answer = client.ask("set still")
-    assert (answer["state"], answer["mode"]) == (state, "cold")
-    assert answer["child"]["start"] == "still", "the child answers too"
-    assert not lab.image.exists()
-    assert not lab.image.with_name("image.partial").exists()
-    assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
-    stopped = [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"]
-    assert stopped == []
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_obstacles_are_named_and_the_prepare_undone(lab: Lab) -> None:
@@ -93,16 +60,6 @@ def test_criu_that_is_killed_in_the_middle(lab: Lab) -> None:
     failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, kill))
     assert failed.returncode == 1, failed.stderr
     check_serving(lab, client)
-
-
-@contextlib.contextmanager
-def small_disk(place: Path, size: str) -> Iterator[None]:
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "small", place], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", place], check=True)
 
 
 def test_no_space_is_refused_before_anything_is_touched(lab: Lab) -> None:

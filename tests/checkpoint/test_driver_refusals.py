@@ -96,6 +96,47 @@ def test_a_damaged_manifest(directory: Path) -> None:
     assert "damaged: cookie" in run_restore(directory)[1]
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"root_pid": -1},
+        {"root_pid": 0},
+        {"root_pid": 1, "ids": [1, 4000001]},
+        {"leader_pid": 4000002},
+        {"ids": []},
+        {"ids": [4000001, -4]},
+        {"uid": 10**12},
+        {"gid": -1},
+        {"criu": "x.y"},
+        {"criu": ""},
+        {"control_dir": "relative/dir"},
+        {"control_dir": ""},
+        {"metadata": "restore.json"},
+        {"cwd": ["/a\0b"]},
+        {"outer": [{"path": "/lib\0/x", "size": 1}]},
+        {"outer": [{"path": "/lib", "size": -1}]},
+        {"streams": [{"path": "out.log"}]},
+        {"control": [{"names": [], "blob": "files/0", "size": 0, "mode": 384, "uid": 0, "gid": 0}]},
+        {"saved": [{"names": ["/dev/shm/x"], "blob": "../0", "size": 0, "mode": 384, "uid": 0, "gid": 0}]},
+        {"saved": [{"names": ["/dev/shm/x"], "blob": "files/0", "size": 0, "mode": 1 << 20, "uid": 0, "gid": 0}]},
+        {"files": [{"path": "/etc/passwd", "size": 1, "hash": "full", "sha256": ""}]},
+        {"launcher": {"prepare_signal": 99, "restore_signal": 12, "agent": "signals"}},
+    ],
+    ids=str,
+)
+def test_an_edited_manifest_is_damaged(directory: Path, edit: dict[str, object]) -> None:
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    code, words = run_restore(directory)
+    assert (code, f"{path} is damaged: " in words, words.count("\n")) == (74, True, 1), words
+    assert call("inspect", str(directory), "--criu", fake_criu(directory.parent))[0] == 74
+
+
+def test_a_manifest_that_is_too_deep_is_damaged(directory: Path) -> None:
+    (directory / "manifest.json").write_text("[" * 100000)
+    assert run_restore(directory)[0] == 74
+
+
 @needs_root
 def test_damaged_files(directory: Path) -> None:
     pages = directory / manifests.IMAGES_DIR / "pages-1.img"

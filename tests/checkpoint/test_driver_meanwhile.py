@@ -1,0 +1,186 @@
+"""What others do while a snapshot is taken: a second driver, a signal, a request, a death. With a real CRIU."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+from driver_lab import Connection, Lab, check_serving, state_of, wait_until, wrapper
+
+from nvsnap_launch.snapshot import pending
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+
+def script(lab: Lab, name: str, cases: str) -> str:
+    """A CRIU that is the real one but for some of its actions."""
+    path = lab.folder / name
+    path.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\nexec {lab.criu} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def held(lab: Lab, action: str) -> str:
+    return script(
+        lab, "held", f"{action}) touch {lab.folder}/held-now; until [ -e {lab.folder}/go ]; do sleep 0.02; done ;;"
+    )
+
+
+@pytest.mark.parametrize("action", ["check", "dump"])
+def test_a_second_driver_is_refused_and_leaves_the_first_alone(lab: Lab, action: str) -> None:
+    launcher = lab.launch()
+    first = lab.start("first", "snapshot", "create", str(lab.image), "--criu", held(lab, action))
+    wait_until((lab.folder / "held-now").exists, "the first driver at work")
+    other = lab.run("snapshot", "create", str(lab.folder / "other"))
+    assert (other.returncode, "another snapshot is being taken" in other.stderr) == (64, True), other.stderr
+    assert "taking it back" not in other.stderr
+    (lab.folder / "go").touch()
+    assert first.wait(30) == 0, lab.words("first")
+    assert launcher.wait(20) == 0
+    lab.restore("restore")
+    assert lab.ask()["mode"] == "restored"
+    assert not (lab.folder / "other").exists()
+
+
+def test_the_launcher_asking_for_the_driver_is_not_in_a_drivers_way(lab: Lab) -> None:
+    """It takes the lock for a moment, each time that it looks."""
+    lab.launch()
+    gone = {"phase": "preparing", "pid": 4000001, "pid_namespace": 0, "root": 1, "snapshot": "s"}
+    (lab.control / "dump.json").write_text(json.dumps(gone))
+    made = lab.create("--leave-running")
+    assert made.returncode == 0, made.stderr
+
+
+def test_a_lock_that_is_none_is_refused(lab: Lab) -> None:
+    lab.launch()
+    target = lab.folder / "of-somebody"
+    (lab.control / "dump.lock").symlink_to(target)
+    refused = lab.create()
+    assert (refused.returncode, "dump.lock cannot be locked" in refused.stderr) == (64, True)
+    assert not target.exists()
+    (lab.control / "dump.lock").unlink()
+    (lab.control / "dump.lock").mkdir()
+    refused = lab.create()
+    assert (refused.returncode, "dump.lock cannot be locked" in refused.stderr) == (64, True)
+    assert lab.ask()["generation"] == 0
+
+
+def test_a_restore_signal_before_the_freeze_keeps_the_server(lab: Lab) -> None:
+    launcher = lab.launch()
+    client = Connection(lab.port)
+    serves = f"""grep -q '"state": "serving"' {lab.control}/status.json"""
+    action = f'kill -USR2 {launcher.pid}; until {serves}; do sleep 0.02; done; exec {{real}} "$@"'
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, action))
+    assert failed.returncode == 1, failed.stderr
+    assert "a restore was asked for before the server was frozen" in failed.stderr
+    check_serving(lab, client)
+    assert launcher.poll() is None
+
+
+def test_a_server_that_was_prepared_anew_meanwhile_is_another(lab: Lab) -> None:
+    lab.launch()
+    client = Connection(lab.port)
+    control = f"{lab.control}"
+    again = f"touch {control}/restore; while [ -e {control}/restore ]; do sleep 0.02; done; touch {control}/prepare; "
+    again += f"""until grep -q '"generation": 3' {control}/status.json; do sleep 0.02; done; exec {{real}} "$@" """
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, again))
+    assert failed.returncode == 1, failed.stderr
+    check_serving(lab, client)
+
+
+def test_a_restore_request_that_comes_with_the_freeze_is_not_lost(lab: Lab) -> None:
+    lab.launch()
+    client = Connection(lab.port)
+    action = f'{{real}} "$@"; touch {lab.control}/restore; exit 0'
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, action))
+    assert failed.returncode == 1, failed.stderr
+    check_serving(lab, client)
+
+
+def pending_at_the_dump(lab: Lab, number: signal.Signals) -> str:
+    """A CRIU that finds a signal waiting for the leader: it is stopped first, so that it can't take it."""
+    leader = lab.ask()["pid"]
+    return wrapper(lab, f'kill -STOP {leader}; kill -{number.name[3:]} {leader}; exec {{real}} "$@"')
+
+
+def test_a_restore_signal_that_waits_for_the_frozen_leader_is_obeyed(lab: Lab) -> None:
+    lab.launch()
+    client = Connection(lab.port)
+    criu = pending_at_the_dump(lab, signal.SIGUSR2)
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", criu)
+    assert failed.returncode == 1, failed.stderr
+    assert "SIGUSR2 came meanwhile" in failed.stderr
+    check_serving(lab, client)
+
+
+def test_a_stop_that_waits_for_the_frozen_leader_does_not_get_into_an_image(lab: Lab) -> None:
+    launcher = lab.launch()
+    criu = pending_at_the_dump(lab, signal.SIGTERM)
+    failed = lab.run("snapshot", "create", str(lab.image), "--criu", criu)
+    assert failed.returncode == 75, failed.stderr
+    assert "SIGTERM came meanwhile" in failed.stderr
+    assert launcher.wait(20) == 7, "it ended as it was asked to"
+    assert not lab.image.exists()
+    assert lab.left_in_shm() == [] or not any("link_remap" in name for name in lab.left_in_shm())
+
+
+def test_a_stop_of_the_launcher_waits_for_the_dump(lab: Lab) -> None:
+    launcher = lab.launch()
+    action = f'kill -TERM {launcher.pid}; {{real}} "$@"; exit $?'
+    made = lab.run("snapshot", "create", str(lab.image), "--criu", wrapper(lab, action))
+    assert made.returncode == 0, made.stderr
+    assert launcher.wait(20) == 0
+    lab.restore("restore")
+    assert lab.ask()["mode"] == "restored", "no stop is in the image"
+
+
+def test_a_driver_killed_with_a_restored_server_frozen_leaves_one_that_serves(lab: Lab) -> None:
+    """The driver is outside the PID namespace of the launcher, which can ask the lock alone."""
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    lab.restore("first", "--pid-namespace", "new")
+    lab.image.rename(lab.folder / "first-image")
+    mark = lab.folder / "dumped"
+    slow = wrapper(lab, f'{{real}} "$@"; touch {mark}; exec sleep 5')
+    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
+    wait_until(mark.exists, "the dump")
+    wait_until(lambda: all(state_of(pid) == "T" for pid in lab.stand_ins()), "the tree to be stopped")
+    driver.kill()
+    driver.wait(20)
+    wait_until(lambda: lab.state() == "serving", "serving again")
+    assert lab.ask("set still")["child"]["start"] == "still"
+    assert [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"] == []
+
+
+def image(tmp_path: Path, core: bytes) -> Path:
+    (tmp_path / "core-7.img").write_bytes(b"magicnum" + struct.pack("<I", len(core)) + core)
+    return tmp_path
+
+
+def wrap(number: int, content: bytes) -> bytes:
+    assert len(content) < 128
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def queue(*numbers: int) -> bytes:
+    return b"".join(wrap(1, wrap(1, struct.pack("=i", number) + bytes(20))) for number in numbers)
+
+
+def test_signals_in_an_image(tmp_path: Path) -> None:
+    task = b"\x08\x01" + wrap(6, b"python") + wrap(10, queue(15, 17))
+    thread = b"\x09" + bytes(8) + wrap(9, queue(12))
+    folder = image(tmp_path, b"\x08\x01" + wrap(3, task) + wrap(5, thread))
+    assert pending.in_images(folder) == {15, 17, 12}
+    assert pending.pending(folder, [], {12}) == [12, 15], "a child's end stops nothing"
+    assert pending.pending(folder, [], set()) == [15]
+
+
+@pytest.mark.parametrize("core", [b"", b"\x1a\x7f", b"\x1a\x02\x52\x7f", b"\x0f", b"\xff\xff"])
+def test_an_image_of_unknown_form_holds_no_signals(tmp_path: Path, core: bytes) -> None:
+    assert pending.in_images(image(tmp_path, core)) == set()
+    (tmp_path / "core-8.img").write_bytes(b"x")
+    assert pending.in_images(tmp_path) == set()
