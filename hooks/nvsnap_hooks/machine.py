@@ -96,6 +96,7 @@ class Machine:
         pids = coverage.tree()
         wrong = coverage.unpatched(coverage.records(self.config), pids, self.engine.is_engine_process)
         wrong += coverage.strays()
+        wrong += listener.unix_clients(pids)
         if wrong:
             raise Refused("; ".join(wrong))
         self._under = _Circumstances(self.control_dir, known.incarnation if known else None)
@@ -110,7 +111,11 @@ class Machine:
         self._step("audit", self._audit)
 
     def _audit(self) -> None:
-        found = residue.of_tree(coverage.tree(), self.config.get("io_uring") == "allow")
+        pids = coverage.tree()
+        found = residue.of_tree(pids, self.config.get("io_uring") == "allow")
+        clients = listener.unix_clients(pids)
+        if clients:
+            found.setdefault(os.getpid(), []).extend(clients)
         if found:
             raise Refused(_describe(found), found)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,13 +151,16 @@ def test_a_listener_is_counted_and_answers(base: tuple[int, int, int], family: i
     assert listener.count() == base[0]
 
 
-def test_other_sockets_are_not_listeners(base: tuple[int, int, int], tmp_path: Path) -> None:
+def test_a_unix_listener_counts_and_is_left_alone(base: tuple[int, int, int], tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         unix.bind(str(tmp_path / "unix"))
         unix.listen()
         udp.bind(("127.0.0.1", 0))
-        assert listener.count() == base[0]
+        assert listener.count() == base[0] + 1
         assert listener.silent() == []
+        unix.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            unix.accept()  # nobody was sent to it to try
 
 
 def test_a_listener_that_takes_no_connection_is_named(base: tuple[int, int, int]) -> None:
@@ -189,3 +194,22 @@ def test_a_connection_that_came_back_closed_is_counted_until_its_owner_closes_it
         assert len(listener.closed()) == base[1] + 1
         ours.close()
         assert len(listener.closed()) == base[1]
+
+
+def test_a_client_on_a_unix_socket_is_named(tmp_path: Path) -> None:
+    """CRIU can't dump the connection; one within the tree it can."""
+    path = str(tmp_path / "server.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        assert listener.unix_clients([os.getpid()]) == []
+        code = f"import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect({path!r}); sys.stdin.read()"
+        client = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        try:
+            accepted, _ = server.accept()
+            with accepted:
+                outside = listener.unix_clients([os.getpid()])
+                assert outside == [f"Unix socket {path} to process {client.pid} outside"]
+                assert listener.unix_clients([os.getpid(), client.pid]) == []
+        finally:
+            client.communicate()
