@@ -8,6 +8,7 @@ Until the rename the tree is only stopped, so that any failure ends in a server 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ RESERVE_BYTES = 64 << 20
 SAFE_UMASK = 0o022  # nobody else may write into a folder that we make on the way
 UNDO_SECONDS = 180.0
 LOCK_SECONDS = 1.0  # the launcher takes the lock for a moment when it asks whether a driver lives
+SHARED_MEMORY_SECONDS = 600.0
 POLL_SECONDS = 0.02
 INNER_PARTIAL = ".partial"  # in an existing folder; else the folder's own name with this at its end
 LOST_AND_FOUND = "lost+found"
@@ -69,10 +71,11 @@ def create(directory: Path, control: ControlDirectory, criu: Criu, options: Opti
         raise SnapshotError("taking a snapshot needs root (CRIU does)", protocol.EXIT_USAGE)
     os.umask(os.umask(SAFE_UMASK) | SAFE_UMASK)
     refuse_taken(directory)
-    with signals_raise(), the_only_one(control):
+    with signals_raise(), the_only_one(control), contextlib.ExitStack() as alone:
         refuse_taken(directory)  # again: another driver may have filled it
         criu.check()
         engine = find_engine(control)
+        alone.enter_context(shared_memory_alone(engine.tree))
         refuse_what_never_works(engine.tree)
         refuse_other_users(engine.tree)
         refuse_without_space(directory, engine.tree)
@@ -151,6 +154,42 @@ def take_lock(control: ControlDirectory) -> int:
             raise SnapshotError(text, protocol.EXIT_USAGE) from error
 
 
+@contextlib.contextmanager
+def shared_memory_alone(tree: Tree) -> Iterator[None]:
+    """Hold a lock on the tree's /dev/shm: CRIU gives its links there the same names in each dump.
+
+    Raises SnapshotError (64) when another driver has it for too long. A tree without the folder needs no lock.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            descriptor = os.open(tree.files / "dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            yield
+            return
+        opened.callback(os.close, descriptor)
+        wait_for_lock(descriptor)
+        left = saved.foreign_remaps(tree)
+        if left:
+            text = f"left by a snapshot that was cut short, and in the way of the next: remove {' and '.join(left)}"
+            raise SnapshotError(text, protocol.EXIT_USAGE)
+        yield
+
+
+def wait_for_lock(descriptor: int) -> None:
+    deadline = time.monotonic() + SHARED_MEMORY_SECONDS
+    told = False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise SnapshotError("another snapshot has used this /dev/shm for too long", protocol.EXIT_USAGE)
+        if not told:
+            say("waiting for another snapshot in this /dev/shm")
+            told = True
+        time.sleep(POLL_SECONDS)
+
+
 def owner_of(control: ControlDirectory) -> Owner:
     """Who a control directory belongs to. Raises OSError."""
     found = control.path.stat()
@@ -179,7 +218,7 @@ def refuse_what_never_works(tree: Tree) -> None:
     pipes, leaked = obstacles.pipes_to_outside(tree)
     for text in leaked:
         say(f"{text}: it will have no other end after a restore")
-    hopeless = [*pipes, *obstacles.terminals(tree)]
+    hopeless = [*pipes, *obstacles.terminals(tree), *obstacles.gone_folders(tree)]
     if hopeless:
         raise SnapshotError(f"a snapshot would not work: {'; '.join(hopeless)}", protocol.EXIT_USAGE)
 
@@ -226,6 +265,9 @@ class Creation:
         self.made = False  # the partial folder is ours
         self.touched = False  # prepare was asked for, or found done
         self.unanswered = False  # it was asked for, and may yet be carried out
+        self.begun: dict[int, int] = {}  # start times of the processes to be frozen
+        self.shared: int | None = None  # the tree's /dev/shm, open
+        self.before: set[str] = set()  # what was in it before the dump
         self.dumping = False
         self.complete = False
 
@@ -239,6 +281,9 @@ class Creation:
         except BaseException as error:
             self.undo(error)
             raise
+        finally:
+            if self.shared is not None:
+                os.close(self.shared)
 
     # -- the work ---------------------------------------------------------------------------------------------
 
@@ -253,9 +298,11 @@ class Creation:
         facts = self.facts()
         with self.clock.step("dump"):
             self.dump()
+            self.refuse_the_dead()
             self.refuse_if_it_moved_on(facts["generation"])
         with self.clock.step("files"):
             manifest = self.save_files(facts)
+            self.refuse_the_dead()
         with self.clock.step("sync"):
             manifest = self.finish(manifest)
         self.release()
@@ -301,10 +348,30 @@ class Creation:
     def dump(self) -> None:
         # Left by a dump that failed before: CRIU would stumble over it.
         self.remove_remaps()
+        self.begun = {pid: found[2] for pid in self.tree.pids if procfs.alive(pid) and (found := procfs.stat(pid))}
+        self.open_shared_memory()
         self.write_phase("dumping")
         self.dumping = True
         enter = None if same_namespaces(self.tree.root) else self.tree.root
         self.criu.dump(self.tree.inner_root, self.partial / IMAGES_DIR, enter)
+
+    def open_shared_memory(self) -> None:
+        """The folder stays within reach when the tree is dead."""
+        with contextlib.suppress(OSError):
+            self.shared = os.open(self.tree.files / "dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.before = set(os.listdir(self.shared))
+
+    def new_remaps(self) -> set[str]:
+        """Links that CRIU made in /dev/shm in this dump, also when their process is dead: nobody else dumps there now."""
+        found = set(os.listdir(self.shared)) - self.before if self.shared is not None else set()
+        return {saved.SHM + name for name in found if name.startswith(saved.LINK_REMAP)}
+
+    def refuse_the_dead(self) -> None:
+        """/proc shows nothing of a dead process, and its image would lack what it held. Raises SnapshotError."""
+        for pid, begun in self.begun.items():
+            found = procfs.stat(pid)
+            if found is None or found[1] not in proc.STOPPED or found[2] != begun:
+                raise SnapshotError(f"process {pid} died while it was frozen")
 
     def refuse_if_it_moved_on(self, generation: int) -> None:
         """Up to the freeze anybody could ask the tree for something else. Raises SnapshotError. Now it stands still."""
@@ -320,6 +387,8 @@ class Creation:
 
     def remove_remaps(self) -> None:
         saved.remove(str(self.tree.files) + name for name in saved.link_remaps(self.tree))
+        if self.shared is not None:
+            remove_below(self.shared, self.new_remaps())
 
     def facts(self) -> dict[str, Any]:
         """What only the running tree shows."""
@@ -385,6 +454,7 @@ class Creation:
         for path in (self.partial / IMAGES_DIR, self.partial):
             manifests.sync(path)
         too_late_to_stop()
+        self.refuse_the_dead()
         self.put_in_place()
         self.complete = True
         with contextlib.suppress(OSError):
@@ -413,8 +483,6 @@ class Creation:
             with self.clock.step("undo"):
                 self.bring_back()
             return
-        shared = self.tree.files / "dev/shm"
-        holder = os.open(shared, os.O_RDONLY | os.O_DIRECTORY) if shared.is_dir() else None
         names = saved.shared_memory(self.tree) | saved.link_remaps(self.tree)
         names |= saved.other_names(self.tree.files, names)
         others = {name for name in names if not name.startswith(saved.SHM)}
@@ -423,9 +491,8 @@ class Creation:
         with self.clock.step("end"):
             saved.remove(str(self.tree.files) + name for name in others)
             proc.kill_all(self.tree.pids)
-            if holder is not None:
-                remove_below(holder, names)
-                os.close(holder)
+            if self.shared is not None:
+                remove_below(self.shared, names)
 
     # -- and back ---------------------------------------------------------------------------------------------
 

@@ -77,6 +77,16 @@ def terminals(tree: Tree) -> list[str]:
     return [f"{who(item.pid)} holds {what}" for item, what in found if what and "terminal" in what]
 
 
+def gone_folders(tree: Tree) -> list[str]:
+    """Processes whose working folder was removed: there is none to come back to."""
+    found = [(pid, proc.working_directory(pid)) for pid in tree.pids]
+    return [
+        f"{who(pid)} works in {folder.removesuffix(proc.DELETED)}, which is gone"
+        for pid, folder in found
+        if folder.endswith(proc.DELETED) and not (tree.files / folder.lstrip("/")).is_dir()
+    ]
+
+
 def inner_connections(tree: Tree) -> list[str]:
     """TCP connections with both ends inside the tree: both would come back closed."""
     found = residue.inner_connections(tree.pids)

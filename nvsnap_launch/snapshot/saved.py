@@ -57,7 +57,10 @@ class Keeper:
     count: int = 0
 
     def save(self, names: Iterable[str]) -> list[SavedFile]:
-        """Save regular files by their names in the tree's file system. A name that is gone is skipped."""
+        """Save regular files by their names in the tree's file system. A name that is gone is skipped.
+
+        Raises OSError.
+        """
         groups: dict[tuple[int, int], list[str]] = {}
         for name in sorted(set(names)):
             with contextlib.suppress(FileNotFoundError):
@@ -116,6 +119,15 @@ def link_remaps(tree: Tree) -> set[str]:
                 if entry.name.startswith(LINK_REMAP) and entry.lstat().st_ino in held:
                     found.add(f"{folder}/{entry.name}")
     return found
+
+
+def foreign_remaps(tree: Tree) -> list[str]:
+    """link_remap.N in /dev/shm that are not the tree's: CRIU counts them from small numbers, and would stumble over them."""
+    ours = link_remaps(tree)
+    with contextlib.suppress(OSError):
+        names = [SHM + entry.name for entry in (tree.files / SHM.lstrip("/")).iterdir()]
+        return sorted(name for name in names if name.startswith(SHM + LINK_REMAP) and name not in ours)
+    return []
 
 
 def put_back(directory: Path, file: SavedFile) -> None:
