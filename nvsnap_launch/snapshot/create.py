@@ -267,6 +267,7 @@ class Creation:
         self.unanswered = False  # it was asked for, and may yet be carried out
         self.begun: dict[int, int] = {}  # start times of the processes to be frozen
         self.shared: int | None = None  # the tree's /dev/shm, open
+        self.memory: set[str] = set()  # the tree's names in it
         self.before: set[str] = set()  # what was in it before the dump
         self.dumping = False
         self.complete = False
@@ -359,11 +360,13 @@ class Creation:
         """The folder stays within reach when the tree is dead."""
         with contextlib.suppress(OSError):
             self.shared = os.open(self.tree.files / "dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self.before = set(os.listdir(self.shared))
+            self.before = set(os.listdir(self.shared))  # noqa: PTH208
+            names = saved.shared_memory(self.tree)
+            self.memory = names | saved.other_names(self.tree.files, names)
 
     def new_remaps(self) -> set[str]:
         """Links that CRIU made in /dev/shm in this dump, also when their process is dead: nobody else dumps there now."""
-        found = set(os.listdir(self.shared)) - self.before if self.shared is not None else set()
+        found = set(os.listdir(self.shared)) - self.before if self.shared is not None else set()  # noqa: PTH208
         return {saved.SHM + name for name in found if name.startswith(saved.LINK_REMAP)}
 
     def refuse_the_dead(self) -> None:
@@ -505,6 +508,8 @@ class Creation:
         say(f"taking it back: {why}")
         if self.dumping:
             self.remove_remaps()
+            if self.shared is not None and not procfs.alive(self.tree.root):
+                remove_below(self.shared, self.memory)  # its own resource tracker was in the tree
         # First: on a full disk the control directory may need the space.
         if self.made:
             shutil.rmtree(self.partial, ignore_errors=True)
