@@ -6,6 +6,7 @@ event loop, so the control thread shares no socket with it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -86,7 +87,8 @@ def wrap_engine_shutdown(original: Callable[..., None]) -> Callable[..., None]:
     """AsyncLLM.shutdown with every process alive is an orderly end: vLLM then kills the others, and that is no failure."""
 
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
-        registry.orderly_end()
+        with contextlib.suppress(Exception):  # also called by __del__, while the interpreter is being taken down
+            registry.orderly_end()
         original(self, *args, **kwargs)
 
     return shutdown
