@@ -21,6 +21,7 @@ _POLL_S = 0.05
 _LOOK_S = 0.5  # between two looks at whether anybody is alive
 _LAST_WORDS_S = 2.0  # how long a dead engine's launcher may take to write the outcome
 _START_S = 300.0  # for an engine that has not said how long it takes: it is starting
+_NEXT_S = 5.0  # for a launcher that was started just now to take a directory that was used before
 _SLACK_S = 10.0  # beyond the engine's own deadline, for it to say so
 
 
@@ -79,19 +80,32 @@ def _judge(last: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str, Any]:
-    """Wait up to ``timeout`` seconds for a state (``ready`` is serving); returns status.json. Raises RequestFailed."""
+    """Wait up to ``timeout`` seconds for a state (``ready`` is serving); returns status.json. Raises RequestFailed.
+
+    The end of an engine whose launcher is gone is waited over for 5 s, or as long as another launcher has the directory.
+    """
     wanted = protocol.SERVING if state == READY else state
     watch = _Watch(control, timeout)
+    earlier = _left_by_an_earlier_launcher(control)
+    next_by = time.monotonic() + min(timeout, _NEXT_S)
     while True:
         status = control.status() or {}
         found = status.get("state")
         if found == wanted and (wanted in _OVER or watch.somebody()):
             return status
-        _stop_if_over(status)
+        if status != earlier or not (time.monotonic() < next_by or (watch.has_time() and control.holder())):
+            _stop_if_over(status)
         if found == wanted:
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
             watch.pause(f"state {wanted} was not reached", launcher_may_come=True)
+
+
+def _left_by_an_earlier_launcher(control: ControlDirectory) -> dict[str, Any] | None:
+    """status.json when it tells an end that no launcher of today has written; else None."""
+    status = control.status() or {}
+    over = status.get("state") in _OVER and not processes.named_by(control.supervisor())
+    return status if over else None
 
 
 def _stop_if_over(status: dict[str, Any]) -> None:
@@ -117,6 +131,9 @@ class _Watch:
         """Another deadline, from now on."""
         self._timeout = seconds
         self._deadline = time.monotonic() + seconds
+
+    def has_time(self) -> bool:
+        return time.monotonic() < self._deadline
 
     def leader(self) -> int:
         """PID of the live leader as the leader itself sees it, else 0."""

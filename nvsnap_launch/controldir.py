@@ -163,13 +163,25 @@ class ControlDirectory:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
-            holder = self.supervisor() or {}
-            raise ControlDirectoryError(
-                f"control directory {self.path} is in use by launcher PID {holder.get('pid', 'unknown')}"
-            ) from None
+            who = processes.shown(self.holder(), self.supervisor())
+            raise ControlDirectoryError(f"control directory {self.path} is in use by launcher {who}") from None
         self._lock = descriptor
         marker = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         os.close(os.open(self.path / protocol.SUPERVISOR_LOCK, marker, 0o600))
+
+    def holder(self) -> int:
+        """Our PID of the launcher that has the lock; 0 when nobody has, or nobody that we can see.
+
+        From /proc/locks (proc(5)): trying the lock would keep a launcher that comes at this moment from taking it.
+        """
+        try:
+            found = self.path.stat()
+            lines = Path("/proc/locks").read_text().splitlines()
+        except OSError:
+            return 0
+        inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        fields = (line.split() for line in lines)
+        return next((int(line[4]) for line in fields if line[1:2] == ["FLOCK"] and line[5:6] == [inode]), 0)
 
     def refuse_an_earlier_engine(self) -> None:
         """Its launcher is dead, since we have the lock, but it still runs, and would take the requests meant for the next.

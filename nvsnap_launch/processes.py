@@ -33,3 +33,15 @@ def number(entry: Mapping[str, Any] | None, name: str) -> int:
     """A whole number in a JSON object that anybody may have written; 0 where there is none."""
     value = (entry or {}).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def shown(pid: int, entry: Mapping[str, Any] | None) -> str:
+    """``PID 29294``, as the process is numbered here, with what its own PID namespace calls it where that is another.
+
+    ``pid`` 0 is a process that we cannot see: then only the number in ``entry`` is known.
+    """
+    inner, namespace = number(entry, "pid"), number(entry, "pid_namespace")
+    elsewhere = namespace not in (0, protocol.pid_namespace())
+    if not pid:
+        return f"PID {inner or 'unknown'}" + (f" of PID namespace {namespace}" if elsewhere else "")
+    return f"PID {pid}" + (f" ({inner} in its PID namespace)" if inner and elsewhere else "")

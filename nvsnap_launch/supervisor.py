@@ -383,8 +383,7 @@ class Supervisor:
         self._streams.close()
         if reason:
             self._console.say(f"{reason}; exit status {code}")
-        if self._facts.dumped is None:
-            self._write_end(code, reason)
+        self._write_end(code, reason)
         self._console.close()
         return code
 

@@ -209,7 +209,7 @@ def test_the_guards_verdict_is_the_exit_status(launcher: Launcher) -> None:
 def test_a_tree_that_a_driver_dumped(launcher: Launcher, phase: str, code: int) -> None:
     launcher.start("sleep", "1000")
     child = launcher.wait_started()
-    (launcher.control / "status.json").write_text('{"state": "prepared"}')
+    (launcher.control / "status.json").write_text('{"state": "prepared", "snapshot_ready": true, "generation": 3}')
     write = launcher.control / "dump.json"
     write.write_text(json.dumps({"phase": "dumping", "pid": os.getpid(), "snapshot": "/images/one"}))
     os.kill(child, signal.SIGKILL)
@@ -220,6 +220,11 @@ def test_a_tree_that_a_driver_dumped(launcher: Launcher, phase: str, code: int) 
     status, _, err = launcher.end()
     assert status == code
     assert ("lives on in the snapshot /images/one" in err) is (code == 0)
+    left = launcher.status()
+    assert (left["state"], left["snapshot_ready"]) == ("failed" if code else "ended", False)
+    assert left["exit"]["code"] == code
+    assert ("lives on in the snapshot /images/one" in left["exit"]["reason"]) is (code == 0)
+    assert left["generation"] == 3
 
 
 def test_a_driver_that_died_while_it_dumped(launcher: Launcher) -> None:

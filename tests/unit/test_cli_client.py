@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,44 @@ def test_a_state_whose_writer_is_gone(control: ControlDirectory, seconds: float)
     assert time.monotonic() - begin < 30
 
 
-def test_the_end_is_a_state_too(control: ControlDirectory) -> None:
+def test_the_end_is_a_state_too(control: ControlDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_NEXT_S", 0.2)
     control.write_status("ended", exit={"code": 0, "reason": "exit status 0"})
     assert client.wait_for(control, "ended", 0)["exit"]["code"] == 0
     with pytest.raises(client.RequestFailed, match="the engine has ended: exit status 0"):
         client.wait_for(control, "ready", 60)
+
+
+@pytest.mark.parametrize("state", ["ended", "failed"])
+def test_what_an_earlier_launcher_left_is_waited_over(control: ControlDirectory, state: str) -> None:
+    control.write_status(state, exit={"code": 0, "reason": "exit status 0"})
+    later = threading.Timer(0.5, lambda: control.write_status("serving", leader=leader(os.getpid())))
+    later.start()
+    try:
+        assert client.wait_for(control, "ready", 20)["state"] == "serving"
+    finally:
+        later.join()
+
+
+def test_waits_while_a_launcher_takes_the_directory(control: ControlDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes; its own end, and one without any launcher, are told at once."""
+    monkeypatch.setattr(client, "_NEXT_S", 0.0)
+    control.write_status("ended", exit={"code": 0, "reason": "the one before"})
+    control.lock()
+    with pytest.raises(client.RequestFailed, match="has ended: the one before"):
+        client.wait_for(control, "ready", 0)
+    later = threading.Timer(0.5, lambda: control.write_status("failed", exit={"code": 1, "reason": "the new one"}))
+    later.start()
+    try:
+        with pytest.raises(client.RequestFailed, match="has failed: the new one"):
+            client.wait_for(control, "ready", 20)
+    finally:
+        later.join()
+    control.write_supervisor("c")
+    begin = time.monotonic()
+    with pytest.raises(client.RequestFailed, match="the new one"):
+        client.wait_for(control, "ready", 20)
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize(

@@ -161,3 +161,15 @@ def test_folders_above_are_not_writable_by_others(tmp_path: Path) -> None:
         os.umask(before)
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a/b/control")]
     assert modes == [0o755, 0o755, 0o700]
+
+
+def test_the_holder_of_the_lock_is_known_without_trying_it(tmp_path: Path) -> None:
+    control = ControlDirectory(tmp_path / "c")
+    assert control.holder() == 0
+    control.create()
+    assert control.holder() == 0
+    control.lock()
+    assert control.holder() == os.getpid()
+    protocol.write_json(control.path / "supervisor.json", {"pid": 1, "pid_namespace": 1, "cookie": "c"})
+    with pytest.raises(ControlDirectoryError, match=rf"in use by launcher PID {os.getpid()} \(1 in its PID namespace\)"):
+        ControlDirectory(control.path).lock()
