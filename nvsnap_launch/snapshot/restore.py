@@ -36,6 +36,7 @@ from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Manifest
 from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.progress import Clock, say
+from nvsnap_launch.tree import become_subreaper
 
 EXIT_FAILED = protocol.EXIT_RESTORE_FAILED
 EXIT_REFUSED = protocol.EXIT_USAGE
@@ -174,6 +175,19 @@ def how_to_tell(manifest: Manifest, options: Options) -> Telling:
     return "ask"
 
 
+def end_what_criu_left() -> None:
+    """A task that CRIU was still putting together waits for it for ever, and keeps its number. All below us is of that kind."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while time.monotonic() < deadline:
+        pids = [pid for pid in procfs.descendants(os.getpid()) if procfs.alive(pid)]
+        if not pids:
+            break
+        proc.kill_all(pids)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 class Restoration:
     """One run of ``restore``, in the namespace where the tree will live."""
 
@@ -269,6 +283,7 @@ class Restoration:
     # -- CRIU -------------------------------------------------------------------------------------------------
 
     def bring_back(self, owner: Owner) -> None:
+        become_subreaper()
         namespace.keep_clear(self.manifest.ids)
         work = Path(tempfile.mkdtemp(prefix="criu-"))
         log = work / RESTORE_LOG
@@ -276,6 +291,7 @@ class Restoration:
             with self.open_streams(owner) as streams:
                 self.criu.restore(self.directory / IMAGES_DIR, work, log, streams)
         except SnapshotError as error:
+            end_what_criu_left()
             if error.exit_code == 1:
                 error.exit_code = EXIT_FAILED
             raise

@@ -197,6 +197,23 @@ def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
     assert lab.ask()["mode"] == "restored", "the image is as good as before"
 
 
+def test_a_restore_stopped_half_way_leaves_no_half_made_process(lab: Lab) -> None:
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    root = json.loads((lab.image / "manifest.json").read_text())["root_pid"]
+    mark, held = lab.folder / "half-way", lab.folder / "held-criu"
+    stop_criu = f"(until [ -e /proc/{root} ]; do :; done; kill -STOP $$; touch {mark}) &"
+    held.write_text(f'#!/bin/sh\nif [ $1 = restore ]; then {stop_criu} fi\nexec {lab.criu} "$@"\n')
+    held.chmod(0o755)
+    options = ("--pid-namespace", "current", "--criu", str(held))
+    restorer = lab.start("restore", "snapshot", "restore", str(lab.image), *options)
+    wait_until(mark.exists, "the first process")
+    assert procfs.stat(root) is not None
+    assert stop(restorer, signal.SIGINT) == 128 + signal.SIGINT
+    assert procfs.stat(root) is None, "its number is free again"
+
+
 def need_limits_of_others() -> None:
     if not has_capability(CAP_SYS_RESOURCE):
         pytest.skip("CRIU cannot dump another user's processes without CAP_SYS_RESOURCE")
