@@ -1,7 +1,7 @@
 """Which signals the launcher waits for, and how it blocks them before anything slow is imported.
 
 Standard library only: ``__main__`` calls block() first of all, so that a signal that comes while click and pydantic
-load stays pending instead of ending the launcher. Only the interpreter's own start (some 15 ms) is not covered.
+load stays pending instead of ending the launcher. Only the interpreter's own start is not covered.
 """
 
 from __future__ import annotations
@@ -44,18 +44,39 @@ FORWARDED: Mask = {
 _RESERVED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGWINCH}
 
 
+# What ends a launcher that still only checks whether it can begin.
+_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
+
 class _AtStart:
     """Mask and ignored signals as our own caller left them; the engine gets them back."""
 
     mask: Mask | None = None
+    blocked = False
     child_ignored = False
 
 
-def block() -> None:
-    """Block every signal that the launcher waits for. A second call changes nothing."""
-    if _AtStart.mask is not None:
+def _set_mask(blocked: Mask, at_start: Mask | None) -> None:
+    if _AtStart.mask is None:
+        found = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if at_start is None else at_start
+        _AtStart.mask = {int(number) for number in found}
+    signal.pthread_sigmask(signal.SIG_SETMASK, _AtStart.mask | blocked)
+
+
+def block_requests(at_start: Mask | None = None) -> None:
+    """Block all that may ask for a prepare or restore; a stop still ends this process. For what can yet be refused."""
+    _set_mask(WAITED - {*_STOPS, signal.SIGCHLD}, at_start)
+
+
+def block(at_start: Mask | None = None) -> None:
+    """Block every signal that the launcher waits for. A second call changes nothing.
+
+    ``at_start``: the mask that our caller left us, where it is no longer the one in force.
+    """
+    if _AtStart.blocked:
         return
-    _AtStart.mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)}
+    _AtStart.blocked = True
+    _set_mask(WAITED, at_start)
     _AtStart.child_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     # With SIGCHLD ignored the kernel throws exit statuses away.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

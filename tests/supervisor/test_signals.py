@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,52 @@ def test_signals_while_the_launcher_still_imports(launcher: Launcher, python: st
     gate.write_text("")
     status = launcher.end()[0]
     assert status == 128 + signal.SIGHUP  # forwarded to an engine that has no handler yet
+
+
+@pytest.fixture
+def slow_restore(tmp_path: Path, python: str) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Starts ``snapshot restore`` of nothing; it stands still where it imports the named module."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(module: str) -> subprocess.Popen[bytes]:
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(SLOW_CLICK).replace("click", module))
+        os.mkfifo(tmp_path / "gate")
+        process = subprocess.Popen(
+            [python, "-m", "nvsnap_launch", "snapshot", "restore", str(tmp_path / "none")],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        wait_until((tmp_path / "importing").exists)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+SlowRestore = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.mark.parametrize("module", ["click", "queue"])
+def test_a_restore_that_still_imports_is_not_ended_by_a_request(
+    slow_restore: SlowRestore, tmp_path: Path, module: str
+) -> None:
+    """It becomes a launcher. ``queue``: nor while what blocks the signals for good is imported."""
+    process = slow_restore(module)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN):
+        process.send_signal(number)
+    os.close(os.open(tmp_path / "gate", os.O_WRONLY | os.O_NONBLOCK))  # fails when nobody waits there any more
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err.count(b"\n")) == (64, 1), err
+
+
+def test_a_stop_ends_a_restore_that_has_not_begun(slow_restore: SlowRestore) -> None:
+    process = slow_restore("click")
+    process.terminate()
+    assert process.wait(30) == -signal.SIGTERM
 
 
 def test_prepare_while_the_launcher_still_imports(launcher: Launcher, python: str) -> None:

@@ -171,5 +171,7 @@ def test_the_holder_of_the_lock_is_known_without_trying_it(tmp_path: Path) -> No
     control.lock()
     assert control.holder() == os.getpid()
     protocol.write_json(control.path / "supervisor.json", {"pid": 1, "pid_namespace": 1, "cookie": "c"})
-    with pytest.raises(ControlDirectoryError, match=rf"in use by launcher PID {os.getpid()} \(1 in its PID namespace\)"):
+    with pytest.raises(
+        ControlDirectoryError, match=rf"in use by launcher PID {os.getpid()} \(1 in its PID namespace\)"
+    ):
         ControlDirectory(control.path).lock()
