@@ -1,4 +1,4 @@
-"""What the demo shows: progress lines, one line for each check, the closing table."""
+"""What the demo shows: progress lines, one line for each check as it is made, and the table at the end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,25 @@ class DemoError(Exception):
     """The demo cannot go on; the text says why in one sentence."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """One measured thing: its name, its value, and what the value counts."""
+
+    name: str
+    value: str
+    counts: str
+
+
+HEADER = Row("step", "measured", "what is counted")
+
+
 @dataclass
 class Report:
     """Lines on stdout with the seconds since the start, and the checks made so far."""
 
     started: float = field(default_factory=time.monotonic)
     checks: list[tuple[bool, str]] = field(default_factory=list)
-    rows: list[tuple[str, str]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
@@ -30,26 +42,30 @@ class Report:
         self.say(f"{'ok' if ok else 'FAILED'}: {line}")
         return ok
 
-    def row(self, name: str, value: str) -> None:
-        self.rows.append((name, value))
+    def row(self, name: str, value: str, counts: str) -> None:
+        self.rows.append(Row(name, value, counts))
 
     def failed(self) -> int:
         return sum(1 for ok, _ in self.checks if not ok)
 
-    def summary(self) -> str:
-        """The table, then every check once more."""
-        lines = [table(self.rows), ""] if self.rows else []
-        lines += [f"{'ok    ' if ok else 'FAILED'}  {line}" for ok, line in self.checks]
+    def summary(self, title: str) -> str:
+        """What did not hold and how many checks did, then the table: it is what stays on the screen."""
+        lines = [f"FAILED: {line}" for ok, line in self.checks if not ok]
         lines.append(f"{len(self.checks) - self.failed()} checks held, {self.failed()} did not")
-        return "\n".join(lines)
+        return "\n".join([*lines, "", title, table(self.rows)] if self.rows else lines)
 
 
-def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Two aligned columns, the second one to the right."""
-    left = max((len(name) for name, _ in rows), default=0)
-    right = max((len(value) for _, value in rows), default=0)
-    rule = "-" * (left + right + 2)
-    return "\n".join([rule, *(f"{name:<{left}}  {value:>{right}}" for name, value in rows), rule])
+def table(rows: Sequence[Row]) -> str:
+    """Three aligned columns under a header, the second one to the right."""
+    shown = [HEADER, *rows]
+    name, value, counts = (max(len(text) for text in column) for column in zip(*map(cells, shown), strict=True))
+    lines = [f"{row.name:<{name}}  {row.value:>{value}}  {row.counts}".rstrip() for row in shown]
+    rule = "-" * (name + value + counts + 4)
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def cells(row: Row) -> tuple[str, str, str]:
+    return row.name, row.value, row.counts
 
 
 def seconds(value: float | None) -> str:

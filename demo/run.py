@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from demo import tree
 from demo.client import HOST, MODEL, Answer, Persistent, Stream, ask, health
@@ -29,9 +30,13 @@ from demo.session import ROOT, Options, Session, cleaning, exited, run_command
 PROMPT_A, PROMPT_B, PROMPT_STREAM = "The capital of", "Hello world, this", "Hello world"
 ANSWER_TOKENS, STREAM_TOKENS = 24, 200
 START_TIMEOUT_S, PREPARE_TIMEOUT_S, DUMP_TIMEOUT_S, RESTORE_TIMEOUT_S, STOP_TIMEOUT_S = 600, 120, 300, 180, 60
+ANSWER_TIMEOUT_S = 120
 # How long the parked request is watched for an answer that must not come.
 PARKED_S = 1.0
 NEW_ADDRESS = "10.0.0.7"
+FIRST_RESTORE, SECOND_RESTORE = "first restore", "second restore"
+# In each of them a client asks from the start and tries again until it is answered: that is what compares.
+FIRST_ANSWER = f"from the command until a client had its {ANSWER_TOKENS} tokens"
 # How the snapshot driver begins its lines.
 DRIVER = "nvsnap_launch: "
 
@@ -45,11 +50,14 @@ def serve_command(options: Options) -> list[str]:
     return command if options.compiled else [*command, "--enforce-eager"]
 
 
-def cold_start(session: Session) -> subprocess.Popen[bytes]:
+def cold_start(session: Session, first: Persistent) -> subprocess.Popen[bytes]:
+    """Start the engine; ``first`` asks from the same moment on."""
     report = session.report
-    command = serve_command(session.options)
-    report.say("starting: python -m nvsnap_launch run -- " + " ".join(command))
-    launcher = session.start("server", "run", "--", *command)
+    arguments = ("run", "--", *serve_command(session.options))
+    report.say(f"starting the server; by hand it is: {session.by_hand(*arguments)}")
+    started = time.monotonic()
+    launcher = session.start("server", *arguments)
+    first.start()
     ready = session.start("ready", "wait", "ready", "--timeout", str(START_TIMEOUT_S))
     taken = wait_until(
         report,
@@ -59,9 +67,19 @@ def cold_start(session: Session) -> subprocess.Popen[bytes]:
         lambda: exited(launcher, "the launcher")() or wait_failed(ready, session),
     )
     session.track()
-    report.row("cold start", seconds(taken))
     report.check(health(session.options.port) == 200, "the server serves")
+    answered(session, first)
+    report.row("cold start to first answer", seconds(first.answered_at - started), FIRST_ANSWER)
+    report.row("  until ready", seconds(taken), "part of it: from the command until 'wait ready' returned")
     return launcher
+
+
+def answered(session: Session, client: Persistent) -> Answer:
+    """Wait for a client that asks until it is answered. Raises DemoError when it was refused."""
+    wait_until(session.report, "the first answer", lambda: not client.is_alive(), ANSWER_TIMEOUT_S)
+    if client.answer is None:
+        raise DemoError(f"the first request failed: {client.error}")
+    return client.answer
 
 
 def wait_failed(ready: subprocess.Popen[bytes], session: Session) -> str:
@@ -83,9 +101,7 @@ def freeze_under_load(session: Session, launcher: subprocess.Popen[bytes]) -> Pe
     os.kill(launcher.pid, signal.SIGUSR1)
     alive = exited(launcher, "the launcher")
     wait_until(report, "the server to begin", lambda: session.status().get("state") != "serving", 30, alive)
-    parked = Persistent(port, PROMPT_B, ANSWER_TOKENS)
-    parked.start()
-    wait_until(report, "'prepared'", lambda: has_ended(session, "prepare"), PREPARE_TIMEOUT_S, alive)
+    parked = late_request(session, alive)
     prepared_at = time.monotonic()
     if not report.check(
         session.status().get("state") == "prepared", "the server is prepared", str(session.last().get("error"))
@@ -94,6 +110,24 @@ def freeze_under_load(session: Session, launcher: subprocess.Popen[bytes]) -> Pe
     check_prepared(session, stream, parked, prepared_at)
     show_prepare(session, prepared_at - sent)
     return parked
+
+
+def late_request(session: Session, alive: Callable[[], str]) -> Persistent:
+    """Wait for 'prepared' with a request sent meanwhile; returns the one that waits.
+
+    The state is 'preparing' a moment before the door closes: a request that slips in is served, and another one sent.
+    """
+    clients = [asking(session.options.port, PROMPT_B)]
+
+    def over() -> bool:
+        ended = has_ended(session, "prepare")
+        if clients[-1].answer is not None:
+            session.report.say("a request arrived before the door was closed and was answered; sending another one")
+            clients.append(asking(session.options.port, PROMPT_B))
+        return ended
+
+    wait_until(session.report, "'prepared'", over, PREPARE_TIMEOUT_S, alive)
+    return clients[-1]
 
 
 def has_ended(session: Session, action: str) -> bool:
@@ -119,15 +153,15 @@ def show_prepare(session: Session, taken: float) -> None:
     report = session.report
     steps = session.last().get("steps") or []
     drain = sum(float(step.get("seconds", 0)) for step in steps if step.get("name") == "drain")
-    report.row("prepare, the drain apart", seconds(max(0.0, taken - drain)))
-    report.row("drain (the stream's rest)", seconds(drain))
+    report.row("prepare", seconds(taken), "from SIGUSR1 until 'prepared'")
+    report.row("  drain", seconds(drain), "part of it: the answer that was streaming ran to its end")
 
 
 def dump(session: Session, launcher: subprocess.Popen[bytes], parked: Persistent) -> None:
     """Write the image; the server is killed by it and leaves nothing."""
     report = session.report
     session.track()
-    report.say(f"snapshot create {session.image}: {len(tree.alive(session.members))} processes")
+    report.say(f"snapshot create {session.image} of {described(session)}")
     code, taken = run_command(session, "create", "the dump", DUMP_TIMEOUT_S, "snapshot", "create", str(session.image))
     if not report.check(
         code == 0, "snapshot create succeeded", f"exit status {code}: {tail(session.log('create'), 5)}"
@@ -142,16 +176,36 @@ def dump(session: Session, launcher: subprocess.Popen[bytes], parked: Persistent
     check_gone(session, "the dump")
     wait_until(report, "the cut of the parked connection", lambda: bool(parked.cuts) or not parked.is_alive(), 15)
     report.check(bool(parked.cuts), "the waiting client saw its connection cut, and tries again", parked.error)
-    say_driver(session, "create")
-    report.row("dump", seconds(taken))
-    report.row("image size", size(tree.folder_size(session.image)))
+    say_driver(session, "create", "dump")
+    report.row("dump", seconds(taken), "from 'snapshot create' until it ended, the server with it")
+    report.row("  image", size(tree.folder_size(session.image)), "what its files take on disk, holes not counted")
 
 
-def say_driver(session: Session, name: str) -> None:
-    """The driver's own account of its seconds: its last line of that kind, between those of launcher and engine."""
-    said = tail(session.log(name), 200).splitlines()
+def described(session: Session) -> str:
+    """The processes that go into the image: how many, those with a role by name, and the number of the others."""
+    started = {launcher.pid for launcher in session.launchers}
+    members = [process.pid for process in tree.alive(session.members) if process.pid not in started]
+    roles = {entry.get("pid"): role_of(entry) for entry in session.status().get("processes") or []}
+    parts = [roles[pid] for pid in members if pid in roles]
+    others = len(members) - len(parts)
+    return f"{len(members)} processes ({', '.join([*sorted(parts), f'{others} helpers'])})"
+
+
+def role_of(entry: dict[str, Any]) -> str:
+    role, rank = str(entry.get("role")), entry.get("rank")
+    return f"{role} {rank}" if role == "worker" and rank is not None else role
+
+
+def say_driver(session: Session, log: str, name: str) -> None:
+    """The driver's own account: its last line of that kind, between those of launcher and engine.
+
+    It starts to count later than the table does, and gives the size of the files instead of what they take on disk.
+    """
+    said = tail(session.log(log), 200).splitlines()
     lines = [line for line in said if line.startswith(DRIVER) and " s (" in line]
-    session.report.say(f"{name}: {lines[-1].removeprefix(DRIVER) if lines else 'the driver said nothing'}")
+    session.report.say(
+        f"the {name}, as the driver counts it: {lines[-1].removeprefix(DRIVER) if lines else 'the driver said nothing'}"
+    )
 
 
 def check_gone(session: Session, after: str) -> None:
@@ -162,42 +216,52 @@ def check_gone(session: Session, after: str) -> None:
 
 
 def bring_back(session: Session, name: str, before: Answer, parked: Persistent | None) -> None:
-    """Restore the image under a new incarnation, ask again, end it with TERM."""
+    """Restore the image under a new incarnation, ask again, end it with TERM.
+
+    The first answer is that of ``parked``, who asks already, or of a client that does so from now on.
+    """
     report, port = session.report, session.options.port
     incarnation = write_metadata(session)
     report.say(f"snapshot restore {session.image}: incarnation {incarnation}, POD_IP {NEW_ADDRESS}")
     arguments = ("snapshot", "restore", str(session.image), "--pid-namespace", "new")
+    started = time.monotonic()
     restorer = session.start(name, *arguments)
+    first = parked or asking(port, PROMPT_A)
     alive = exited(restorer, "snapshot restore")
     taken = wait_until(
         report, "the server to come back", lambda: is_back(session, incarnation), RESTORE_TIMEOUT_S, alive
     )
-    served_at = time.monotonic()
     session.track()
-    check_noticed(session, incarnation)
-    check_namespace(session, restorer)
+    check_noticed(session, name, incarnation)
+    check_namespace(session, name, restorer)
     rebuild = float(session.last().get("seconds", 0))
     if parked:
-        wait_for_parked(session, parked)
-    again = ask(port, PROMPT_A, ANSWER_TOKENS)
-    first_at = parked.answered_at if parked else time.monotonic()
-    report.check(
-        same(before, again), f"the same {ANSWER_TOKENS} tokens as before", f"{before.text!r} became {again.text!r}"
-    )
-    report.row(f"{name}: command to thaw", seconds(taken - rebuild))
-    report.row(f"{name}: rebuild", seconds(rebuild))
-    report.row(f"{name}: thaw to first answer", seconds(first_at - served_at + rebuild))
-    say_driver(session, name)
-    stop(session, restorer, f"the {name}d server")
+        wait_for_parked(session, name, parked)
+    again = ask(port, PROMPT_A, ANSWER_TOKENS) if parked else answered(session, first)
+    found = f"{before.text!r} became {again.text!r}"
+    report.check(same(before, again), f"{name}: the same {ANSWER_TOKENS} tokens as before the dump", found)
+    report.row(f"{name} to first answer", seconds(first.answered_at - started), FIRST_ANSWER)
+    report.row("  until serving", seconds(taken), "part of it: from the command until the server said so")
+    report.row("    rebuild", seconds(rebuild), "part of that: new groups between the processes, after CRIU")
+    say_driver(session, name, name)
+    stop(session, restorer, name)
 
 
-def check_noticed(session: Session, incarnation: str) -> None:
+def asking(port: int, prompt: str) -> Persistent:
+    """A client that asks from now on, until it is answered or told to give up."""
+    client = Persistent(port, prompt, ANSWER_TOKENS)
+    client.start()
+    return client
+
+
+def check_noticed(session: Session, name: str, incarnation: str) -> None:
     """The metadata file alone told the server, nobody sent a signal; and it took the environment from there."""
     last = session.last()
     evidence = [str(item) for item in last.get("evidence") or []]
     ok = last.get("action") == "restore" and last.get("ok") is True and f"incarnation {incarnation}" in evidence
-    ignored = [name for step in last.get("steps") or [] for name in step.get("ignored", ())]
-    session.report.check(ok and not ignored, "the server noticed by itself that it was restored, and serves", str(last))
+    ignored = [variable for step in last.get("steps") or [] for variable in step.get("ignored", ())]
+    claim = f"{name}: the server noticed by itself that it was restored, and serves"
+    session.report.check(ok and not ignored, claim, str(last))
 
 
 def write_metadata(session: Session) -> str:
@@ -217,53 +281,61 @@ def is_back(session: Session, incarnation: str) -> bool:
     return found == ("serving", "restored", incarnation)
 
 
-def check_namespace(session: Session, restorer: subprocess.Popen[bytes]) -> None:
+def check_namespace(session: Session, name: str, restorer: subprocess.Popen[bytes]) -> None:
     """The restored processes live in a PID namespace of their own."""
     spaces = {Path(f"/proc/{process.pid}/ns/pid").readlink() for process in tree.descendants(restorer.pid)}
     own = Path("/proc/self/ns/pid").readlink()
-    session.report.check(bool(spaces - {own}), "the restored tree is in a new PID namespace", str(spaces))
+    session.report.check(bool(spaces - {own}), f"{name}: its processes are in a new PID namespace", str(spaces))
 
 
-def wait_for_parked(session: Session, parked: Persistent) -> None:
-    """The request that waited through it all is answered, and right."""
-    wait_until(session.report, "the answer to the request that waited", lambda: not parked.is_alive(), 60)
+def wait_for_parked(session: Session, name: str, parked: Persistent) -> None:
+    """The dump cut the connection of the request that waited; its client asked again, and is answered right."""
+    wait_until(session.report, "the answer to the client that was cut", lambda: not parked.is_alive(), 60)
     expected = ask(session.options.port, PROMPT_B, ANSWER_TOKENS)
     ok = parked.answer is not None and same(expected, parked.answer)
-    session.report.check(
-        ok, "the request that waited is answered after the restore", parked.error or f"{parked.answer}, not {expected}"
-    )
+    claim = f"{name}: the client that the dump cut off asked again and is answered"
+    session.report.check(ok, claim, parked.error or f"{parked.answer}, not {expected}")
 
 
 def same(first: Answer, second: Answer) -> bool:
     return len(first.tokens) == ANSWER_TOKENS and (first.tokens, first.text) == (second.tokens, second.text)
 
 
-def stop(session: Session, process: subprocess.Popen[bytes], what: str) -> None:
+def stop(session: Session, process: subprocess.Popen[bytes], name: str) -> None:
     session.report.say(f"kill -TERM {process.pid}")
     process.terminate()
-    wait_until(session.report, f"{what} to end", lambda: process.poll() is not None, STOP_TIMEOUT_S)
-    session.report.check(
-        process.returncode == 0, f"{what} ended with the engine's own status 0", f"status {process.returncode}"
-    )
-    check_gone(session, "the stop")
+    wait_until(session.report, "the restored server to end", lambda: process.poll() is not None, STOP_TIMEOUT_S)
+    claim = f"{name}: stopped by TERM, the server ended with the engine's own status 0"
+    session.report.check(process.returncode == 0, claim, f"status {process.returncode}")
+    check_gone(session, f"the stop of the {name}")
 
 
 def main_job(session: Session) -> None:
     port = session.options.port
-    launcher = cold_start(session)
-    session.report.say("asking two greedy completions")
-    before = ask(port, PROMPT_A, ANSWER_TOKENS)
-    other = ask(port, PROMPT_B, ANSWER_TOKENS)
+    first = Persistent(port, PROMPT_A, ANSWER_TOKENS)
+    launcher = cold_start(session, first)
+    before, other = answered(session, first), ask(port, PROMPT_B, ANSWER_TOKENS)
     different = len(set(before.tokens)) > ANSWER_TOKENS // 3 and before.tokens != other.tokens
-    session.report.check(different, "the model says more than one word", f"{before.text!r}, {other.text!r}")
+    claim = "different prompts get different answers"
+    session.report.check(different, claim, f"{before.text!r}, {other.text!r}")
     session.report.say(f"answer: {before.text!r}")
+    session.title = title_of(session)
     parked = freeze_under_load(session, launcher)
     try:
         dump(session, launcher, parked)
-        bring_back(session, "restore", before, parked)
+        bring_back(session, FIRST_RESTORE, before, parked)
     finally:
         parked.give_up.set()
-    bring_back(session, "second restore", before, None)
+    bring_back(session, SECOND_RESTORE, before, None)
+
+
+def title_of(session: Session) -> str:
+    """What the table's numbers were measured on."""
+    engine, options = session.status().get("engine") or {}, session.options
+    what = (
+        f"{engine.get('name')} {engine.get('version')}, TP={options.tp}, {'compiled' if options.compiled else 'eager'}"
+    )
+    return f"What it took: {what}, {os.cpu_count()} cores"
 
 
 def missing(options: Options) -> str:
@@ -284,7 +356,7 @@ def missing(options: Options) -> str:
 
 def show_failure(session: Session, error: Exception) -> None:
     session.report.check(False, "the demo ran to its end", str(error))
-    for log in ("server", "create", "restore", "second restore"):
+    for log in ("server", "create", FIRST_RESTORE, SECOND_RESTORE):
         if session.log(log).exists():
             print(f"--- last lines of {session.log(log)}\n{tail(session.log(log))}", file=sys.stderr)
 
@@ -292,7 +364,7 @@ def show_failure(session: Session, error: Exception) -> None:
 def parse(arguments: Sequence[str]) -> Options:
     """Exits with 64 on a bad option."""
     parser = argparse.ArgumentParser(
-        prog="python -m demo.run", description="Freeze and thaw a real vLLM on this machine."
+        prog="python -m demo.run", description="Freeze a real vLLM on this machine and restore it."
     )
     default = os.environ.get("NVSNAP_WORK") or ROOT / ".work"
     parser.add_argument("--work", type=Path, default=Path(default), help="where tools/setup put everything")
@@ -324,7 +396,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             main_job(session)
         except (DemoError, OSError, RuntimeError, ValueError, KeyError, http.client.HTTPException) as error:
             show_failure(session, error)
-    print("\n" + session.report.summary(), flush=True)
+    kept = f"image: {session.image}" if options.keep else "the image is removed (--keep keeps it)"
+    print(f"\nlogs: {session.folder}/*.log; {kept}")
+    print(session.report.summary(session.title), flush=True)
     return 1 if session.report.failed() else 0
 
 

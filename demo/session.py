@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ class Session:
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     members: set[psutil.Process] = field(default_factory=set)
     shm: set[str] = field(default_factory=set)
+    title: str = "What it took"
     foreign_links: set[str] = field(default_factory=tree.link_remaps)
 
     @property
@@ -55,7 +57,8 @@ class Session:
         return self.folder / "image"
 
     def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+        """Where a command's output goes; a name of several words gives a file name without a space."""
+        return self.folder / f"{name.replace(' ', '-')}.log"
 
     def status(self) -> dict[str, Any]:
         """What the server says of itself; empty when it says nothing yet."""
@@ -69,10 +72,13 @@ class Session:
         last = self.status().get("last")
         return last if isinstance(last, dict) else {}
 
-    def environment(self) -> dict[str, str]:
-        """One core for each rank: two ranks on two cores starve each other under the engine's automatic binding."""
+    def added(self) -> dict[str, str]:
+        """The variables that the demo adds to its own environment for what it starts.
+
+        One core for each rank: two ranks on two cores starve each other under the engine's automatic binding.
+        """
         binding = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(self.options.tp))
-        return os.environ | {
+        return {
             "NVSNAP_CONTROL_DIR": str(self.control),
             "NVSNAP_CRIU": str(self.options.work / "criu" / "criu"),
             "HF_HUB_OFFLINE": "1",
@@ -82,20 +88,24 @@ class Session:
             "PYTHONUNBUFFERED": "1",
         }
 
+    def by_hand(self, *arguments: str) -> str:
+        """What ``start`` runs, as a shell line that can be copied: folder, added variables, command."""
+        variables = [f"{name}={value}" for name, value in self.added().items()]
+        return f"cd {shlex.quote(str(ROOT))} && " + shlex.join(["env", *variables, *launcher_command(*arguments)])
+
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start one launcher command with its output in a log of that name.
 
         It gets its own session: Ctrl-C is for the demo, which then ends everything in order.
         """
-        command = [sys.executable, "-m", "nvsnap_launch", *arguments]
         with self.log(name).open("wb") as log:
             process = subprocess.Popen(
-                command,
+                launcher_command(*arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=self.environment(),
+                env=os.environ | self.added(),
                 start_new_session=True,
             )
         self.launchers.append(process)
@@ -131,6 +141,10 @@ class Session:
         for name in self.left_in_shm():
             self.report.say(f"removing what it left in /dev/shm: {name}")
             (Path(tree.SHM) / name).unlink(missing_ok=True)
+
+
+def launcher_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "nvsnap_launch", *arguments]
 
 
 def exited(process: subprocess.Popen[bytes], what: str) -> Callable[[], str]:

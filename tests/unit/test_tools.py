@@ -6,6 +6,7 @@ import http.server
 import json
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -22,10 +23,12 @@ sys.path.insert(0, str(ROOT))
 
 from demo import run, session, tree  # noqa: E402
 from demo.client import Answer, Persistent, Stream, ask, health  # noqa: E402
-from demo.report import DemoError, Report, size, table, tail, wait_until  # noqa: E402
+from demo.report import DemoError, Report, Row, size, table, tail, wait_until  # noqa: E402
 
 INSTALL = ROOT / "tools" / "install-engine"
 SETUP = ROOT / "tools" / "setup"
+SHOW = """import json, os, sys
+print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}))"""
 BASH_SCRIPTS = [INSTALL, SETUP, ROOT / ".ci" / "run"]
 
 
@@ -149,11 +152,49 @@ def test_serve_command_is_what_a_user_would_write(tmp_path: Path) -> None:
     assert compiled[compiled.index("--tensor-parallel-size") + 1] == "2"
 
 
+@pytest.fixture
+def demo_session(tmp_path: Path) -> session.Session:
+    return session.Session(session.Options(tmp_path / "a folder", 8190, 2, compiled=False, keep=False), Report())
+
+
+def test_line_to_copy_runs_what_the_demo_runs(demo_session: session.Session) -> None:
+    line = demo_session.by_hand("run", "--", "vllm", "a b", "$HOME")
+    probe = line.replace(f" {sys.executable} -m nvsnap_launch ", f" {sys.executable} -c {shlex.quote(SHOW)} ")
+    assert probe != line
+    seen = json.loads(call("bash", "-c", probe).stdout)
+    assert seen["arguments"] == ["run", "--", "vllm", "a b", "$HOME"]
+    assert seen["folder"] == str(ROOT)
+    added = demo_session.added()
+    assert {name: seen["environment"].get(name) for name in added} == added
+    assert added["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+def test_log_names_have_no_space(demo_session: session.Session) -> None:
+    assert demo_session.log("second restore").name == "second-restore.log"
+
+
+def test_processes_are_named_by_role(demo_session: session.Session, sleeper: subprocess.Popen[bytes]) -> None:
+    member, helper = psutil.Process(sleeper.pid), *tree.descendants(sleeper.pid)
+    demo_session.members = {member, helper}
+    demo_session.control.mkdir(parents=True)
+    entry = {"pid": member.pid, "role": "worker", "rank": 1}
+    (demo_session.control / "status.json").write_text(json.dumps({"processes": [entry]}))
+    assert run.described(demo_session) == "2 processes (worker 1, 1 helpers)"
+    demo_session.launchers = [sleeper]
+    assert run.described(demo_session) == "1 processes (1 helpers)"
+
+
 def test_table_is_aligned() -> None:
-    lines = table([("dump", "1.50 s"), ("image size", "1.80 GiB")]).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1] == "dump          1.50 s"
-    assert lines[2] == "image size  1.80 GiB"
+    lines = table([Row("dump", "1.50 s", "all of it"), Row("  image", "1.80 GiB", "on disk")]).splitlines()
+    rule = "-" * len("step     measured  what is counted")
+    assert lines == [
+        rule,
+        "step     measured  what is counted",
+        rule,
+        "dump       1.50 s  all of it",
+        "  image  1.80 GiB  on disk",
+        rule,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,17 +204,23 @@ def test_sizes(count: int, text: str) -> None:
     assert size(count) == text
 
 
-def test_report_counts_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_ends_with_the_table_and_repeats_only_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report()
-    report.row("cold start", "21.00 s")
+    report.row("cold start", "21.00 s", "until the first answer")
     assert report.check(True, "it serves", "not shown")
     assert not report.check(False, "same tokens", "'a' became 'b'")
     assert report.failed() == 1
-    summary = report.summary()
-    assert "cold start  21.00 s" in summary
-    assert "FAILED  same tokens: 'a' became 'b'" in summary
-    assert summary.endswith("1 checks held, 1 did not")
-    assert "not shown" not in summary + capsys.readouterr().out
+    lines = report.summary("What it took").splitlines()
+    assert lines[:4] == ["FAILED: same tokens: 'a' became 'b'", "1 checks held, 1 did not", "", "What it took"]
+    assert "\n".join(lines[4:]) == table(report.rows)
+    assert "it serves" not in "\n".join(lines)
+    assert "not shown" not in "\n".join(lines) + capsys.readouterr().out
+
+
+def test_report_without_a_measurement_has_no_table() -> None:
+    report = Report()
+    report.check(False, "it starts", "no engine")
+    assert report.summary("What it took").splitlines() == ["FAILED: it starts: no engine", "0 checks held, 1 did not"]
 
 
 def test_wait_until_ends_by_deadline_and_by_reason() -> None:
@@ -240,9 +287,11 @@ def test_semaphore_is_found_though_its_mapping_has_another_name() -> None:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Speaks just enough of the API; cuts the first connections when told to."""
+    """Speaks just enough of the API; cuts the first connections when told to, and lets nobody in while the door is shut."""
 
     cuts_left = 0
+    door = threading.Event()
+    door.set()
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -256,6 +305,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if Handler.cuts_left > 0:
             Handler.cuts_left -= 1
             return
+        assert Handler.door.wait(60), "nobody opened the door"
         self.send_response(400 if wanted["prompt"] == "bad" else 200)
         self.end_headers()
         if wanted.get("stream"):
@@ -275,6 +325,7 @@ def port() -> Iterator[int]:
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     yield server.server_address[1]
+    Handler.door.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -309,6 +360,30 @@ def test_persistent_request_stops_when_told() -> None:
     request.give_up.set()
     request.join(20)
     assert not request.is_alive() and request.answer is None
+
+
+def test_late_request_is_one_that_waits(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first ones are let in: they don't count."""
+    asked = session.Session(session.Options(tmp_path, port, 1, compiled=False, keep=False), Report())
+    asked.control.mkdir(parents=True)
+    status = asked.control / "status.json"
+    polls = 0
+
+    def alive() -> str:
+        nonlocal polls
+        polls += 1
+        if polls == 3:
+            Handler.door.clear()
+            status.write_text(json.dumps({"state": "prepared", "last": {"action": "prepare"}}))
+        return ""
+
+    parked = run.late_request(asked, alive)
+    assert "arrived before the door was closed" in capsys.readouterr().out
+    parked.join(0.3)
+    assert parked.is_alive() and parked.answer is None
+    Handler.door.set()
+    parked.join(20)
+    assert parked.answer is not None
 
 
 @pytest.mark.parametrize(("prompt", "complete"), [("whole", True), ("cut", False)])
