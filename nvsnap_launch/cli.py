@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Its message is the whole help. Click before 8.2 has none: it shows the help by itself.
+_HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 _SIGNALLED = 128  # plus the signal's number
 _WATCH_S = 0.5
 _PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
@@ -32,6 +34,9 @@ def call(arguments: list[str]) -> int:
     try:
         result = main.main(arguments, prog_name="nvsnap-launch", standalone_mode=False)
         return result if isinstance(result, int) else 0
+    except _HELP as error:
+        click.echo(error.format_message(), err=True)
+        return protocol.EXIT_USAGE
     except click.UsageError as error:
         _complain(" ".join(error.format_message().split()))
         return protocol.EXIT_USAGE
@@ -185,6 +190,9 @@ def _request(action: str, control_dir: str | None, timeout: float | None) -> Non
         last = client.request(_control(control_dir), action, timeout)
     except client.RequestFailed as error:
         _fail(f"{action} failed: {error.reason}")
+    if last.get("note"):
+        click.echo(f"{action}: {last['note']}")
+        return
     seconds = last.get("seconds")
     click.echo(f"{action}: ok" + (f" in {seconds:.3f} s" if isinstance(seconds, (int, float)) else ""))
 
@@ -251,7 +259,7 @@ def audit(control_dir: str | None, pid: int | None) -> None:
 
     pids = inspection.tree_of(_launcher_pid(control_dir))[1:] if pid is None else inspection.tree_of(pid)
     if not pids or not procfs.alive(pids[0]):
-        _fail("there is no such process" if pid is not None else "the engine has no process")
+        _fail(f"there is no process {pid}" if pid is not None else "the engine has no process")
     click.echo(inspection.in_words(inspection.audit(pids)))
 
 
@@ -259,7 +267,7 @@ def _launcher_pid(control_dir: str | None) -> int:
     from nvsnap_launch import processes
 
     control = _control(control_dir)
-    found = processes.named_by(control.supervisor())
+    found = control.holder() or processes.named_by(control.supervisor())
     if not found:
-        _fail(f"no launcher runs under {control.path}")
+        _fail(control.unreadable() or f"no launcher runs under {control.path}")
     return found

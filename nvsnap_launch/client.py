@@ -43,7 +43,7 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
     watch = _Watch(control, _START_S if timeout is None else timeout)
     told = timeout is not None
     if not watch.somebody():
-        raise RequestFailed(f"no engine is running under {control.path}")
+        raise RequestFailed(control.unreadable() or f"no engine is running under {control.path}")
     identity = uuid.uuid4().hex
     path = control.path / action
     _place(path, identity, watch)
@@ -85,6 +85,8 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
     The end of an engine whose launcher is gone is waited over for 5 s, or as long as another launcher has the directory.
     """
     wanted = protocol.SERVING if state == READY else state
+    if refusal := control.unreadable():
+        raise RequestFailed(refusal)
     watch = _Watch(control, timeout)
     earlier = _left_by_an_earlier_launcher(control)
     next_by = time.monotonic() + min(timeout, _NEXT_S)

@@ -205,6 +205,24 @@ class ControlDirectory:
     def status(self) -> dict[str, Any] | None:
         return protocol.read_json(self.path / protocol.STATUS_FILE)
 
+    def unreadable(self) -> str | None:
+        """Why nothing can be read here, as a sentence; None when it can, or nothing is there."""
+        try:
+            os.listdir(self.path)  # noqa: PTH208
+            os.close(os.open(self.path / protocol.STATUS_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except PermissionError:
+            owner = f" (it belongs to user {self._owner()})" if self._owner() is not None else ""
+            return f"control directory {self.path} cannot be read by user {os.geteuid()}{owner}"
+        except OSError:
+            pass
+        return None
+
+    def _owner(self) -> int | None:
+        try:
+            return self.path.stat().st_uid
+        except OSError:
+            return None
+
     def leader(self) -> dict[str, Any] | None:
         """leader.json: how the leader announced itself. live_leader() says who leads now."""
         return protocol.read_json(self.path / protocol.LEADER_FILE)

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from nvsnap_launch import child, controldir, engines, hooktree, signals
+from nvsnap_launch import arguments, child, controldir, engines, hooktree, signals
 from nvsnap_launch.settings import Settings
 
 _QUESTION_S = 300  # importing an engine on a slow disk takes minutes
@@ -64,7 +65,7 @@ def examine(settings: Settings, argv: Sequence[str]) -> list[Line]:
     """Everything that is checked, in the order in which it is shown. Starts the engine's Python when there is one."""
     lines = [Line(name, None, _shown(name, value)) for name, value in settings.model_dump().items()]
     lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges()]
-    lines += [_memory(), _criu(settings), _gpus()]
+    lines += [_memory(), _criu(settings), _gpus(), *_streams(settings)]
     if argv:
         lines += _command(argv, settings.require_level)
     else:
@@ -148,6 +149,26 @@ def _gpus() -> Line:
     return Line("GPUs", None, f"{len(cards)}, driver {' '.join(driver.split())}" if cards else "none")
 
 
+def _streams(settings: Settings) -> list[Line]:
+    """Ours, which the engine would inherit: neither a pipe nor a terminal is there again after a restore."""
+    if settings.stdio != "inherit":
+        return []
+    faults = [f"{name} is a {kind}" for name, number in (("stdout", 1), ("stderr", 2)) if (kind := _bound(number))]
+    detail = f"{' and '.join(faults)}: it would not be there after a restore" if faults else "files"
+    return [Line("inherited output", not faults, detail)]
+
+
+def _bound(descriptor: int) -> str:
+    """``pipe``, ``socket`` or ``terminal``; empty for what can be opened again."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:
+        return ""
+    if os.isatty(descriptor):
+        return "terminal"
+    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else ""
+
+
 def _command(argv: Sequence[str], require_level: str) -> list[Line]:
     try:
         executable = os.fsdecode(child.find_executable(argv[0], dict(os.environb)))
@@ -157,6 +178,7 @@ def _command(argv: Sequence[str], require_level: str) -> list[Line]:
     engine = engine_of(argv)
     if engine is None:
         return [*lines, Line("engine", False, "the command starts no engine that is known here")]
+    lines += [Line(name, False, reason) for name, reason in arguments.faults(engine, engine_words(argv))]
     python = interpreter(executable, argv)
     if python is None:
         return [*lines, Line("engine", False, f"{engine}: no Python was found that would run it")]
@@ -165,12 +187,16 @@ def _command(argv: Sequence[str], require_level: str) -> list[Line]:
 
 def engine_of(argv: Sequence[str]) -> str | None:
     """The engine a command starts, also through ``sh -c`` or ``env``; None when there is none in sight."""
-    found = engines.of_command(argv)
-    if found or not argv:
-        return found
+    return engines.of_command(engine_words(argv))
+
+
+def engine_words(argv: Sequence[str]) -> list[str]:
+    """The command from the engine's own word on; empty when there is none in sight."""
+    if engines.of_command(argv):
+        return list(argv)
     script = engines.is_shell(argv) and "-c" in argv[:-1]
     words = _words(argv[argv.index("-c") + 1]) if script else list(argv)
-    return next((name for at in range(len(words)) if (name := engines.of_command(words[at:]))), None)
+    return next((words[at:] for at in range(len(words)) if engines.of_command(words[at:])), [])
 
 
 def _words(script: str) -> list[str]:

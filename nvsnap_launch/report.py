@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from nvsnap_launch import processes
 from nvsnap_launch.controldir import ControlDirectory
 
 Status = dict[str, Any]
+_NO_TIME = "0.000 s"
 
 
 def leader_is_dead(status: Status) -> bool:
@@ -20,12 +22,14 @@ def in_words(control: ControlDirectory) -> str:
     """A few lines for a person; says so when there is no status or it is out of date."""
     status = control.status()
     if status is None:
-        return f"no engine has run under {control.path}: no status.json"
+        return control.unreadable() or f"no engine has run under {control.path}: no status.json"
     lines = [_headline(status)]
     if leader_is_dead(status):
         lines.append(f"the leader named here (PID {status['leader']['pid']}) is dead: this is the state it left")
+    lines += _launcher(control)
     lines += _engine(status)
-    lines += [_process(entry) for entry in status.get("processes") or ()]
+    namespace = processes.number(status.get("leader"), "pid_namespace")
+    lines += [_process(entry, namespace) for entry in status.get("processes") or ()]
     lines += _last(status.get("last"))
     reason = (status.get("exit") or {}).get("reason")
     if reason:
@@ -41,6 +45,13 @@ def _headline(status: Status) -> str:
     )
 
 
+def _launcher(control: ControlDirectory) -> list[str]:
+    """Signals go to it, by its number here."""
+    entry = control.supervisor()
+    pid = control.holder() or processes.named_by(entry)
+    return [f"launcher: {processes.shown(pid, entry)} (takes the signals)"] if pid else []
+
+
 def _engine(status: Status) -> list[str]:
     engine = status.get("engine") or {}
     if not engine.get("name"):
@@ -50,12 +61,15 @@ def _engine(status: Status) -> list[str]:
     return [f"engine {engine['name']} {engine.get('version', 'of unknown version')} ({verified}{level})"]
 
 
-def _process(entry: Status) -> str:
+def _process(entry: Status, namespace: int) -> str:
+    """``namespace``: the leader's PID namespace, which all of them share."""
     rank = "" if entry.get("rank") is None else f" rank {entry['rank']}"
     patched = "patched" if entry.get("patched") else "NOT patched"
     residue = entry.get("residue") or []
     left = f", holds {'; '.join(map(str, residue))}" if residue else ""
-    return f"  {entry.get('role', 'process')}{rank}: PID {entry.get('pid')}, {patched}{left}"
+    named = {"pid": entry.get("pid"), "pid_namespace": namespace}
+    who = processes.shown(processes.named_by(named), named)
+    return f"  {entry.get('role', 'process')}{rank}: {who}, {patched}{left}"
 
 
 def _last(last: Status | None) -> list[str]:
@@ -63,15 +77,29 @@ def _last(last: Status | None) -> list[str]:
         return []
     outcome = "ok" if last.get("ok") else f"FAILED: {last.get('error') or 'no reason given'}"
     lines = [f"last {last.get('action')}: {outcome} ({_seconds(last.get('seconds'))})"]
-    return lines + [_step(step) for step in last.get("steps") or ()]
+    return lines + _steps(last.get("steps") or ())
 
 
-def _step(step: Any) -> str:
-    if not isinstance(step, dict):
-        return f"  {step}"
-    name = step.get("name") or step.get("step") or "step"
+def _steps(steps: Iterable[Any]) -> list[str]:
+    """What a rank did within a step is named ``step: part`` and comes below it; what took no time is left out."""
+    lines, above = [], ""
+    for step in steps:
+        if not isinstance(step, dict):
+            lines.append(f"  {step}")
+            continue
+        name = str(step.get("name") or step.get("step") or "step")
+        part = name.removeprefix(f"{above}: ") if above else name
+        if part == name:
+            above = name
+        if step.get("error") or _seconds(step.get("seconds")) != _NO_TIME:
+            lines.append(_step(step, name if part == name else part, "  " if part == name else "    "))
+    return lines
+
+
+def _step(step: Status, name: str, indent: str) -> str:
+    rank = "" if step.get("rank") is None else f"rank {step['rank']}: "
     fault = f" FAILED: {step['error']}" if step.get("error") else ""
-    return f"  {name}: {_seconds(step.get('seconds'))}{fault}"
+    return f"{indent}{rank}{name}: {_seconds(step.get('seconds'))}{fault}"
 
 
 def _seconds(value: Any) -> str:

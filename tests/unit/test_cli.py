@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nvsnap_launch import cli, controldir, doctor
+from nvsnap_launch import arguments as engine_arguments
+from nvsnap_launch import cli, client, controldir, doctor
+from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,41 @@ def test_every_command_explains_itself(tmp_path: Path, name: str) -> None:
     assert status == 0
     assert "Usage:" in out
     assert name in run("--help", control=tmp_path)[1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["snapshot"]])
+def test_without_arguments_the_help_is_shown_as_help(tmp_path: Path, arguments: list[str]) -> None:
+    status, out, err = run(*arguments, control=tmp_path)
+    assert (status, out) == (64, "")
+    assert err == run(*arguments, "--help", control=tmp_path)[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
+@pytest.mark.parametrize("command", [["status"], ["prepare"], ["wait", "ready"], ["audit"]])
+def test_a_directory_of_somebody_else_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    control = ControlDirectory(tmp_path / "c")
+    control.create()
+    control.write_status("serving")
+    monkeypatch.setenv("NVSNAP_CONTROL_DIR", str(control.path))
+    for folder in [tmp_path, *list(tmp_path.parents)[:2]]:
+        folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        assert cli.call(command) == 1
+    finally:
+        os.seteuid(0)
+    assert f"{control.path} cannot be read by user 65534 (it belongs to user 0)" in capfd.readouterr().err
+
+
+def test_nothing_to_do_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = {"ok": True, "seconds": 0.0, "note": "nothing to restore: serving"}
+    monkeypatch.setattr(client, "request", lambda *_: last)
+    assert cli.call(["restore", "--control-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "restore: nothing to restore: serving\n"
 
 
 def test_requests_without_an_engine(tmp_path: Path) -> None:
@@ -153,7 +190,16 @@ def test_status_in_words_and_as_it_is(tmp_path: Path) -> None:
             "ok": True,
             "error": None,
             "seconds": 0.25,
-            "steps": [{"name": "drain", "seconds": 0.125}],
+            "steps": [
+                {"name": "drain", "seconds": 0.125},
+                {"name": "park", "seconds": 0.0},
+                {"name": "release", "seconds": 0.45},
+                {"name": "release: torch groups", "seconds": 0.416, "rank": 0},
+                {"name": "release: caches", "seconds": 0.0001, "rank": 0},
+                {"name": "release: torch groups", "seconds": 0.394, "rank": 1},
+                {"name": "release: fault", "seconds": 0.0, "rank": 1, "error": "stuck"},
+                {"name": "audit", "seconds": 0.01},
+            ],
             "requests": [],
         },
     }
@@ -167,7 +213,8 @@ def test_status_in_words_and_as_it_is(tmp_path: Path) -> None:
         "worker rank 1: PID 11, patched, holds a socket",
         "core: PID 12, NOT patched",
         "last prepare: ok (0.250 s)",
-        "drain: 0.125 s",
+        "\n  drain: 0.125 s\n  release: 0.450 s\n    rank 0: torch groups: 0.416 s\n    rank 1: torch groups: 0.394 s\n"
+        "    rank 1: fault: 0.000 s FAILED: stuck\n  audit: 0.010 s\n",
     ):
         assert words in out
     assert json.loads(run("status", "--json", control=tmp_path)[1]) == value
@@ -217,6 +264,48 @@ def test_doctor_asks_for_the_level_that_the_launcher_asks_for(tmp_path: Path) ->
     assert found["target async_llm"] == "ok vllm.v1.engine.async_llm.AsyncLLM.__init__"
     found = about_engine(tmp_path, "--require-level", "gpu", "--", script)
     assert found["engine"] == "MISSING vLLM 0.32.0 is verified at level criu, gpu is required"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("serve org/name --api-server-count 2", "API servers: several"),
+        ("serve org/name -asc=3", "API servers: several"),
+        ("serve org/name --data-parallel-size 1 --data_parallel_size=2", "data parallelism: "),
+        ("serve org/name -dp 2 --no-such-flag", "data parallelism: "),
+        ("serve org/name --nnodes 2", "nodes: more than one node"),
+        ("serve /no/such/model", "model: /no/such/model: there is no such"),
+        ("serve models/no/such", "model: models/no/such: "),
+        ("serve --model ./nope", "model: ./nope: "),
+        ("serve org/name --api-server-count 1 -dp 1 --nnodes 1 -tp 2 --unknown 7", ""),
+        ("serve s3://bucket/a/model --tensor-parallel-size two", ""),
+        (f"serve {ROOT}", ""),
+        ("serve org/repo/file.gguf --data-parallel-size two", ""),
+    ],
+)
+@pytest.mark.parametrize("shell", [False, True])
+def test_doctor_looks_at_the_engines_arguments(arguments: str, words: str, shell: bool) -> None:
+    command = ["sh", "-c", f"exec vllm {arguments}"] if shell else ["env", "A=b", "vllm", *arguments.split()]
+    found = [f"{about}: {reason}" for about, reason in engine_arguments.faults("vllm", doctor.engine_words(command))]
+    assert len(found) == bool(words)
+    assert all(text.startswith(words) for text in found)
+
+
+def test_doctor_names_a_refused_argument_and_fails(tmp_path: Path) -> None:
+    engine = engine_in(tmp_path, metadata=True)
+    status, out, err = run("doctor", "--", engine, "serve", "/no/such", "-dp", "2", control=tmp_path / "c")
+    assert status == 1
+    assert "MISSING data parallelism: data parallelism is not supported (--data-parallel-size 2)" in out
+    assert "data parallelism, model" in err
+
+
+def test_doctor_knows_that_a_pipe_does_not_come_back(tmp_path: Path) -> None:
+    """Its own output, here two pipes, is what the launcher would hand over."""
+    status, out, err = run("doctor", "--stdio", "inherit", control=tmp_path / "c")
+    assert status == 1
+    assert "MISSING inherited output: stdout is a pipe and stderr is a pipe" in out
+    assert "inherited output" in err
+    assert "inherited output" not in run("doctor", control=tmp_path / "c")[1]
 
 
 def test_doctor_reads_the_version_as_the_hooks_do(tmp_path: Path) -> None:
