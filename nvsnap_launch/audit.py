@@ -13,22 +13,23 @@ import psutil
 
 from nvsnap_launch.hooktree import procfs, residue
 
+_HARMLESS = " (harmless: snapshot create sees to it)"  # by the options that snapshot/criu.py gives CRIU
 # Beside what CRIU refuses (residue.py): what it copes with under a condition. What a descriptor points at -> why it
 # matters; the first match counts.
 _DESCRIPTORS = (
     (re.compile(r"anon_inode:inotify"), "inotify: CRIU must find its paths again"),
-    (re.compile(r"anon_inode:\[pidfd\]|pidfd:"), "pidfd: CRIU before 4.1 cannot dump it"),
+    (re.compile(r"anon_inode:\[pidfd\]|pidfd:"), f"pidfd: CRIU before 4.1 cannot dump it{_HARMLESS}"),
     (re.compile(r"/dev/nvidia"), "GPU device: suspend the GPU state first"),
     (re.compile(r"/dev/infiniband/"), "InfiniBand device: CRIU cannot dump it"),
     (re.compile(r"/dev/(pts/\d+|tty.*|console)\Z"), "terminal: it will not be there after a restore"),
-    (re.compile(r"/memfd:"), "memfd: dumped with its content, which takes time when it is large"),
+    (re.compile(r"/memfd:"), f"memfd: dumped with its content, which takes time when it is large{_HARMLESS}"),
 )
 _MAPPINGS = (
     (re.compile(r"/dev/nvidia"), "GPU device memory: suspend the GPU state first"),
     (re.compile(r"/dev/infiniband/"), "InfiniBand memory: CRIU cannot dump it"),
     (re.compile(r"/SYSV[0-9a-f]{8}"), "System V shared memory: cannot be dumped outside an IPC namespace of its own"),
-    (re.compile(r"/memfd:"), "memfd: dumped with its content, which takes time when it is large"),
-    (re.compile(r".* \(deleted\)\Z"), "file that was unlinked: needs --link-remap or a ghost file"),
+    (re.compile(r"/memfd:"), f"memfd: dumped with its content, which takes time when it is large{_HARMLESS}"),
+    (re.compile(r".* \(deleted\)\Z"), f"file that was unlinked: needs --link-remap or a ghost file{_HARMLESS}"),
 )
 
 Finding = tuple[str, str]  # what, why it matters
@@ -96,9 +97,9 @@ def _first(target: str, table: tuple[tuple[re.Pattern[str], str], ...]) -> str |
 def _tcp(process: _Process, ends: set[tuple[str, int]]) -> list[Finding]:
     found = []
     for local, remote, state, _ in process.connections:
-        where = "inside the tree" if remote in ends else "to outside"
+        where, mark = ("inside the tree", "") if remote in ends else ("to outside", _HARMLESS)
         name = f"TCP {local[0]}:{local[1]} - {remote[0]}:{remote[1]} {state}"
-        found.append((name, f"connection {where}: cannot follow the engine to another address"))
+        found.append((name, f"connection {where}: cannot follow the engine to another address{mark}"))
     return found
 
 
@@ -142,10 +143,17 @@ def in_words(findings: dict[int, list[Finding]]) -> str:
     """One paragraph a process; the memory is what an image grows by, as a first estimate (shared pages count once a sharer)."""
     lines = []
     for pid, found in findings.items():
-        command = " ".join(procfs.command(pid))[:100]
-        lines.append(f"PID {pid} {command}{_memory(pid)}: {f'{len(found)} found' if found else 'nothing found'}")
+        command = " ".join(" ".join(procfs.command(pid)).split())[:100]
+        lines.append(f"PID {pid} {command}{_memory(pid)}: {_count(found)}")
         lines += [f"  {name}: {why}" for name, why in found]
     return "\n".join(lines)
+
+
+def _count(found: list[Finding]) -> str:
+    harmless = sum(why.endswith(_HARMLESS) for _, why in found)
+    if not found:
+        return "nothing found"
+    return f"{len(found)} found" + (f", {harmless} harmless for snapshot create" if harmless else "")
 
 
 def _memory(pid: int) -> str:

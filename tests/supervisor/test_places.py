@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from launching import LEADER, ROOT, Launcher, wait_until
 
+from nvsnap_launch import report
+from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 
 AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -71,6 +73,25 @@ def test_an_engine_in_a_pid_namespace_of_its_own(launcher: Launcher, python: str
     launcher.wait_file("up")
     launcher.signal(signal.SIGUSR1)
     assert launcher.wait_file("taken") == "SIGUSR1\n"
+    status = {**launcher.status(), "processes": [{"pid": 1, "role": "leader", "rank": None, "patched": True}]}
+    protocol.write_json(launcher.control / "status.json", status)
+    words = report.in_words(ControlDirectory(launcher.control))
+    leader = next(pid for pid in procfs.descendants(launcher.pid) if procfs.inner_pid(pid) == 1)
+    assert f"launcher: PID {launcher.pid} (takes the signals)" in words
+    assert f"leader: PID {leader} (1 in its PID namespace), patched" in words
+
+
+@needs_root
+def test_a_launcher_in_a_pid_namespace_is_named_by_its_number_here(launcher: Launcher, tmp_path: Path) -> None:
+    """As after a restore: its own word for itself is 1, which is another process here."""
+    launcher.start("sleep", "1000", prefix=AS_PID_1)
+    wait_until(lambda: launcher.status().get("state") == "starting")
+    here = next(pid for pid in procfs.descendants(launcher.pid) if procfs.inner_pid(pid) == 1)
+    words = report.in_words(ControlDirectory(launcher.control))
+    assert f"launcher: PID {here} (1 in its PID namespace) (takes the signals)" in words
+    status, _, err = Launcher(tmp_path).run("true")
+    assert status == 64
+    assert f"in use by launcher PID {here} (1 in its PID namespace)" in err
 
 
 @needs_root

@@ -143,9 +143,23 @@ def test_audit_names_each_thing() -> None:
             process.stdin.close()
     for part in ("inotify", "memfd", "pidfd", "connection inside the tree", "connection to outside"):
         assert part in words, words
+    for line in words.splitlines()[1:]:
+        fine = any(part in line for part in ("memfd", "pidfd", "to outside"))
+        assert ("harmless" in line) is fine, line
+    assert "6 found, 3 harmless for snapshot create" in words
     assert words.count("connection inside the tree") == 2
     assert words.count("connection to outside") == 1
     assert list(found) == [process.pid]
+
+
+def test_an_unlinked_mapping_is_harmless_for_our_driver(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            (tmp_path / "file").unlink()
+            words = audit.in_words(audit.audit([os.getpid()]))
+    line = next(line for line in words.splitlines() if f"mapping {tmp_path}/file (deleted)" in line)
+    assert line.endswith("(harmless: snapshot create sees to it)")
 
 
 def test_audit_knows_all_that_criu_refuses() -> None:
