@@ -70,7 +70,7 @@ def cold_start(session: Session, first: Persistent) -> subprocess.Popen[bytes]:
     report.check(health(session.options.port) == 200, "the server serves")
     answered(session, first)
     report.row("cold start to first answer", seconds(first.answered_at - started), FIRST_ANSWER)
-    report.row("  until ready", seconds(taken), "part of it: from the command until 'wait ready' returned")
+    report.row("  until ready", seconds(taken), "same start, until 'wait ready' returned")
     return launcher
 
 
@@ -241,7 +241,7 @@ def bring_back(session: Session, name: str, before: Answer, parked: Persistent |
     found = f"{before.text!r} became {again.text!r}"
     report.check(same(before, again), f"{name}: the same {ANSWER_TOKENS} tokens as before the dump", found)
     report.row(f"{name} to first answer", seconds(first.answered_at - started), FIRST_ANSWER)
-    report.row("  until serving", seconds(taken), "part of it: from the command until the server said so")
+    report.row("  until serving", seconds(taken), "same start, until status.json said so (read each 0.1 s)")
     report.row("    rebuild", seconds(rebuild), "part of that: new groups between the processes, after CRIU")
     say_driver(session, name, name)
     stop(session, restorer, name)
