@@ -7,7 +7,7 @@ NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the select
 
 .PHONY: help setup venv demo test test-fast check
 help:
-	@echo 'make demo       freeze and thaw a real vLLM, with a table at the end (DEMO="--tp 1" for options)'
+	@echo 'make demo       dump and restore a real vLLM under load, with a table at the end (DEMO="--tp 1" for options)'
 	@echo 'make test       all tests, with the real engine and CRIU'
 	@echo 'make test-fast  unit and contract tests'
 	@echo 'make check      ruff and mypy'
