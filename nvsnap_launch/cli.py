@@ -235,7 +235,11 @@ def wait(control_dir: str | None, state: str, timeout: float) -> None:
 @main.command(context_settings=_PASS_ON)
 @_settings_options
 @_control_option
-@click.option("--criu", metavar="PATH", help="The CRIU to use; default NVSNAP_CRIU, else the one on PATH.")
+@click.option(
+    "--criu",
+    metavar="PATH",
+    help="CRIU to use (variable NVSNAP_CRIU; default: on PATH, or where tools/unpack-criu puts it).",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def doctor(command: tuple[str, ...], control_dir: str | None, **options: Any) -> int:
     """Say whether a snapshot would work here: doctor [OPTIONS] [-- CMD …]; exit 1 if not."""

@@ -163,11 +163,20 @@ class ControlDirectory:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
-            who = processes.shown(self.holder(), self.supervisor())
-            raise ControlDirectoryError(f"control directory {self.path} is in use by launcher {who}") from None
+            raise self._taken(self.holder()) from None
         self._lock = descriptor
         marker = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         os.close(os.open(self.path / protocol.SUPERVISOR_LOCK, marker, 0o600))
+
+    def refuse_one_in_use(self) -> None:
+        """Without taking it. A launcher whose engine was dumped is about to end, and no obstacle. Raises ControlDirectoryError."""
+        holder = self.holder()
+        if holder and (self.dump() or {}).get("phase") != "done":
+            raise self._taken(holder)
+
+    def _taken(self, holder: int) -> ControlDirectoryError:
+        who = processes.shown(holder, self.supervisor())
+        return ControlDirectoryError(f"control directory {self.path} is in use by launcher {who}")
 
     def holder(self) -> int:
         """Our PID of the launcher that has the lock; 0 when nobody has, or nobody that we can see.

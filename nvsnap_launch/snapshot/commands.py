@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from nvsnap_launch import controldir
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.snapshot import criu as criu_tool
+from nvsnap_launch.snapshot import manifest as manifests
 
 FOLDER = click.Path(path_type=Path, file_okay=True)
 CRIU_HELP = "CRIU to use (variable NVSNAP_CRIU; default: on PATH, or where tools/unpack-criu puts it)."
@@ -39,6 +41,8 @@ def create_command(
 
     settings = Settings.load(control_dir=control_dir, criu=criu)
     control = controldir.ControlDirectory(controldir.resolve(settings.control_dir))
+    if os.geteuid() == 0:
+        creation.refuse_taken(directory.absolute())  # said before a missing CRIU is
     options = creation.Options(leave_running=leave_running, prepare_timeout=timeout)
     creation.create(directory.absolute(), control, criu_tool.find(settings.criu), options)
 
@@ -85,6 +89,9 @@ def restore_command(
     from nvsnap_launch.snapshot import restore as restoration
 
     settings = Settings.load(control_dir=control_dir, criu=criu)
+    manifest = manifests.load(directory.absolute())  # said before a missing CRIU is
+    # And here, where the launcher's PID is the one that the user knows; the lock itself is taken in the new namespace.
+    controldir.ControlDirectory(manifest.control_dir).refuse_one_in_use()
     env: dict[str, str | None] = {**changed, **dict.fromkeys(unset)}
     options = restoration.Options(pid_namespace=pid_namespace, wait_timeout=wait_timeout, env=env)
     return restoration.restore(directory.absolute(), criu_tool.find(settings.criu), settings, options)

@@ -95,6 +95,18 @@ def test_nothing_to_do_is_said(
     assert capsys.readouterr().out == "restore: nothing to restore: serving\n"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root that is what is said first")
+def test_a_folder_that_is_wrong_is_said_before_a_missing_criu(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for command, folder, words in (("restore", "nope", "is not a folder"), ("create", "full", str(tmp_path / "full"))):
+        arguments = ("snapshot", command, str(tmp_path / folder), "--criu", str(tmp_path / "no-criu"))
+        status, _, err = run(*arguments, control=tmp_path / "c")
+        assert status == 64
+        assert words in err
+        assert "no-criu" not in err
+
+
 def test_requests_without_an_engine(tmp_path: Path) -> None:
     for action in ("prepare", "restore"):
         status, _, err = run(action, control=tmp_path)

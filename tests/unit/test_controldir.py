@@ -175,3 +175,15 @@ def test_the_holder_of_the_lock_is_known_without_trying_it(tmp_path: Path) -> No
         ControlDirectoryError, match=rf"in use by launcher PID {os.getpid()} \(1 in its PID namespace\)"
     ):
         ControlDirectory(control.path).lock()
+
+
+def test_one_in_use_is_refused_unless_its_engine_was_dumped(tmp_path: Path) -> None:
+    control = ControlDirectory(tmp_path / "c")
+    control.refuse_one_in_use()
+    control.create()
+    control.refuse_one_in_use()
+    control.lock()
+    with pytest.raises(ControlDirectoryError, match=f"in use by launcher PID {os.getpid()}"):
+        control.refuse_one_in_use()
+    protocol.write_json(control.path / "dump.json", {"phase": "done"})
+    control.refuse_one_in_use()
