@@ -82,6 +82,18 @@ def create(directory: Path, control: ControlDirectory, criu: Criu, options: Opti
         return Creation(directory, control, criu, options, engine).run()
 
 
+def stands_still(pid: int, begun: int) -> bool:
+    """Whether a process that CRIU left is there and stopped. The stop that CRIU sends when it lets go takes a moment."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while (found := procfs.stat(pid)) is not None and found[2] == begun and procfs.alive(pid):
+        if found[1] in proc.STOPPED:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return False
+
+
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
     """Let Ctrl-C and its kind interrupt the work as an exception, so that it is undone."""
@@ -372,8 +384,7 @@ class Creation:
     def refuse_the_dead(self) -> None:
         """/proc shows nothing of a dead process, and its image would lack what it held. Raises SnapshotError."""
         for pid, begun in self.begun.items():
-            found = procfs.stat(pid)
-            if found is None or found[1] not in proc.STOPPED or found[2] != begun:
+            if not stands_still(pid, begun):
                 raise SnapshotError(f"process {pid} died while it was frozen")
 
     def refuse_if_it_moved_on(self, generation: int) -> None:
