@@ -39,6 +39,7 @@ from nvsnap_launch.snapshot.progress import Clock, say, size_text
 from nvsnap_launch.snapshot.tree import Tree
 
 CAP_SYS_RESOURCE = 24  # linux/capability.h
+STOP_SECONDS = 2.0
 RESERVE_BYTES = 64 << 20
 SAFE_UMASK = 0o022  # nobody else may write into a folder that we make on the way
 UNDO_SECONDS = 180.0
