@@ -134,9 +134,13 @@ class VllmEngine:
         self._loop: AbstractEventLoop | None = None
 
     def bind(self, llm: Any) -> None:
+        """Take the engine and the event loop it lives in. Without a loop it can't be reached: that is a refusal, no error."""
         import asyncio
 
-        self._loop = asyncio.get_running_loop()
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.refusal = self.refusal or "the engine was made outside an event loop, where it can't be reached"
         self._llm = llm
 
     def is_serving(self) -> bool:

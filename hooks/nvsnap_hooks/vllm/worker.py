@@ -76,6 +76,10 @@ class _Rank:
         ]
 
     def do_release(self, report: Report, _: dict[str, Any]) -> None:
+        self._release(report)
+        self.do_residue(report, {})
+
+    def _release(self, report: Report) -> None:
         self._begun = True
         coordinators = _coordinators()
         self._run(
@@ -84,7 +88,6 @@ class _Rank:
             (self.cpu_shm.name, lambda: self.cpu_shm.release(_shm_ranks(coordinators))),
             (self.groups.name, lambda: self.groups.release(coordinators)),
         )
-        self.do_residue(report, {})
 
     def do_reacquire(self, report: Report, options: dict[str, Any]) -> None:
         """``options``: init_method (a fresh ``file://`` path), token (hex, the same on all ranks, fresh)."""
@@ -116,7 +119,7 @@ class _Rank:
     def _finish_release(self, report: Report) -> None:
         """A rank whose release stopped half way joins the others: only from the same point can all rebuild together."""
         if self._begun and not all(r.released for r in (self.broadcasters, self.cpu_shm, self.groups)):
-            self.do_release(report, {})
+            self._release(report)  # what it leaves was reported by the release: it is no reason not to come back
 
     @staticmethod
     def _run(report: Report, *steps: Step) -> None:
