@@ -143,8 +143,7 @@ def in_words(findings: dict[int, list[Finding]]) -> str:
     """One paragraph a process; the memory is what an image grows by, as a first estimate (shared pages count once a sharer)."""
     lines = []
     for pid, found in findings.items():
-        command = " ".join(" ".join(procfs.command(pid)).split())[:100]
-        lines.append(f"PID {pid} {command}{_memory(pid)}: {_count(found)}")
+        lines.append(f"PID {pid} {procfs.words(procfs.command(pid))}{_memory(pid)}: {_count(found)}")
         lines += [f"  {name}: {why}" for name, why in found]
     return "\n".join(lines)
 

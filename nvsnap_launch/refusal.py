@@ -10,7 +10,6 @@ from nvsnap_launch.hooktree import ENGINES, procfs, protocol
 
 # -E and -I ignore PYTHONPATH, -S skips sitecustomize.
 _WITHOUT_HOOKS = {"E", "I", "S"}
-_SHOWN = 120  # characters of a command line in a message
 
 
 def unhooked(pids: Iterable[int], registered: set[int], cookie: str) -> tuple[int, str] | None:
@@ -21,7 +20,7 @@ def unhooked(pids: Iterable[int], registered: set[int], cookie: str) -> tuple[in
             continue
         reason = _no_adapter(argv) or _why(pid, argv, cookie)
         if reason:
-            return pid, f"process {pid} ({shorten(argv)}) runs without hooks: {reason}"
+            return pid, f"process {pid} ({procfs.words(argv)}) runs without hooks: {reason}"
     return None
 
 
@@ -46,9 +45,3 @@ def _why(pid: int, argv: list[str], cookie: str) -> str | None:
     if str(hooktree.HOOKS_DIR) not in environment.get("PYTHONPATH", "").split(os.pathsep):
         return "its PYTHONPATH was changed"
     return None
-
-
-def shorten(argv: list[str]) -> str:
-    """A command line that fits in a message."""
-    text = " ".join(argv)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

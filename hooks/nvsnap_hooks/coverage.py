@@ -50,7 +50,7 @@ def strays() -> list[str]:
 
 
 def words(pid: int) -> str:
-    return " ".join(procfs.command(pid))[:120] or "ended"
+    return procfs.words(procfs.command(pid)) or "ended"
 
 
 def unpatched(

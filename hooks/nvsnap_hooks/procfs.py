@@ -178,6 +178,13 @@ def command(pid: int) -> list[str]:
     return [os.fsdecode(part) for part in text.split(b"\0")[:-1]]
 
 
+def words(argv: list[str], limit: int = 120) -> str:
+    """A command line on one line of at most ``limit`` characters; a long one keeps its ends: a program's path and its name."""
+    text = " ".join(" ".join(argv).split())
+    cut = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[: limit - 3 - cut]}...{text[-cut:]}"
+
+
 def environment(pid: int) -> dict[str, str]:
     """The environment the process was executed with; later changes of its own do not show."""
     entries = (os.fsdecode(part).partition("=") for part in _read(f"/proc/{pid}/environ").split(b"\0") if part)

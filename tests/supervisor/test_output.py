@@ -100,8 +100,9 @@ def test_our_streams_were_closed(launcher: Launcher) -> None:
 
 
 def test_no_descriptor_of_ours_reaches_the_engine(launcher: Launcher) -> None:
-    launcher.start("sleep", "1000")
+    launcher.start("sh", "-c", f"echo > '{launcher.folder}/up'; sleep 1000; :")
     child = launcher.wait_started()
+    launcher.wait_file("up")  # loaded: before, the loader has its libraries open for a moment
     found = procfs.descriptors(child)
     folder = launcher.control
     assert found == {0: "/dev/null", 1: str(folder / "stdout.log"), 2: str(folder / "stderr.log")}

@@ -207,3 +207,13 @@ def test_audit_of_a_process_that_holds_nothing() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_long_command_line_keeps_its_ends() -> None:
+    """Wherever Python is installed and the engine lies, the engine's own name is to be read."""
+    long = "/opt/" + "deep/" * 40
+    shown = procfs.words([f"{long}python", f"{long}engine.py"])
+    assert len(shown) == 120
+    assert shown.startswith("/opt/deep/")
+    assert shown.endswith("/engine.py")
+    assert procfs.words(["sh", "-c", "a\n  b"]) == "sh -c a b"
