@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,9 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from demo import tree
-from demo.client import HOST, MODEL, Answer, Persistent, Stream, ask, health
+from demo.client import Answer, Persistent, Stream, ask, health
 from demo.report import DemoError, Report, seconds, size, tail, wait_until
-from demo.session import ROOT, Options, Session, cleaning, exited, run_command
+from demo.session import (
+    Options,
+    Session,
+    cleaning,
+    engine_arguments,
+    exited,
+    missing,
+    parsed,
+    run_command,
+    serve_command,
+)
 
 PROMPT_A, PROMPT_B, PROMPT_STREAM = "The capital of", "Hello world, this", "Hello world"
 ANSWER_TOKENS, STREAM_TOKENS = 24, 200
@@ -39,15 +48,6 @@ FIRST_RESTORE, SECOND_RESTORE = "first restore", "second restore"
 FIRST_ANSWER = f"from the command until a client had its {ANSWER_TOKENS} tokens"
 # How the snapshot driver begins its lines.
 DRIVER = "nvsnap_launch: "
-
-
-def serve_command(options: Options) -> list[str]:
-    """The engine's command line, as a user would write it."""
-    command = [str(options.work / "engine/bin/vllm"), "serve", str(options.work / "models/tiny")]
-    command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(options.port)]
-    command += ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 * 1024 * 1024)]
-    command += ["--tensor-parallel-size", str(options.tp)]
-    return command if options.compiled else [*command, "--enforce-eager"]
 
 
 def cold_start(session: Session, first: Persistent) -> subprocess.Popen[bytes]:
@@ -338,22 +338,6 @@ def title_of(session: Session) -> str:
     return f"What it took: {what}, {os.cpu_count()} cores"
 
 
-def missing(options: Options) -> str:
-    """What the demo can't start without, as a sentence; empty when all is there."""
-    for path in ("engine/bin/vllm", "criu/criu", "models/tiny/model.safetensors"):
-        if not (options.work / path).exists():
-            return f"{options.work / path} is missing: run tools/setup"
-    if os.geteuid() != 0:
-        return "CRIU needs root"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, options.port))
-        except OSError as error:
-            return f"port {options.port} cannot be used: {error.strerror}"
-    return ""
-
-
 def show_failure(session: Session, error: Exception) -> None:
     session.report.check(False, "the demo ran to its end", str(error))
     for log in ("server", "create", FIRST_RESTORE, SECOND_RESTORE):
@@ -366,25 +350,15 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m demo.run", description="Freeze a real vLLM on this machine and restore it."
     )
-    default = os.environ.get("NVSNAP_WORK") or ROOT / ".work"
-    parser.add_argument("--work", type=Path, default=Path(default), help="where tools/setup put everything")
-    parser.add_argument("--port", type=int, default=8190, help="port of the server")
-    parser.add_argument("--tp", type=int, choices=(1, 2), default=2, help="tensor-parallel size")
-    parser.add_argument("--compiled", action="store_true", help="with torch.compile instead of eager")
+    engine_arguments(parser, tp=2)
     parser.add_argument("--keep", action="store_true", help="keep the image")
-    try:
-        found = parser.parse_args(arguments)
-    except SystemExit as error:
-        raise SystemExit(64 if error.code else 0) from None
-    if not 1 <= found.port <= 65535:
-        print(f"demo: {found.port} is not a port number", file=sys.stderr)
-        raise SystemExit(64)
+    found = parsed(parser, arguments)
     return Options(found.work.resolve(), found.port, found.tp, found.compiled, found.keep)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    reason = missing(options)
+    reason = missing(options, "criu/criu") or ("" if os.geteuid() == 0 else "CRIU needs root")
     if reason:
         print(f"demo: {reason}", file=sys.stderr)
         return 1

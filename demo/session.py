@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import psutil
 
 from demo import tree
+from demo.client import HOST, MODEL
 from demo.report import Report, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +33,7 @@ class Options:
     tp: int
     compiled: bool
     keep: bool
+    seqs: int = 4  # requests that run at once; more of them wait
 
 
 @dataclass
@@ -42,11 +46,12 @@ class Session:
     members: set[psutil.Process] = field(default_factory=set)
     shm: set[str] = field(default_factory=set)
     title: str = "What it took"
+    name: str = "demo"
     foreign_links: set[str] = field(default_factory=tree.link_remaps)
 
     @property
     def folder(self) -> Path:
-        return self.options.work / "run" / "demo"
+        return self.options.work / "run" / self.name
 
     @property
     def control(self) -> Path:
@@ -94,18 +99,22 @@ class Session:
         return f"cd {shlex.quote(str(ROOT))} && " + shlex.join(["env", *variables, *launcher_command(*arguments)])
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start one launcher command with its output in a log of that name.
+        """Start one launcher command with its output in a log of that name."""
+        return self.spawn(name, launcher_command(*arguments))
+
+    def spawn(self, name: str, command: Sequence[str], **variables: str) -> subprocess.Popen[bytes]:
+        """Start any command with its output in a log of that name, and more variables.
 
         It gets its own session: Ctrl-C is for the demo, which then ends everything in order.
         """
         with self.log(name).open("wb") as log:
             process = subprocess.Popen(
-                launcher_command(*arguments),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=os.environ | self.added(),
+                env=os.environ | self.added() | variables,
                 start_new_session=True,
             )
         self.launchers.append(process)
@@ -141,6 +150,50 @@ class Session:
         for name in self.left_in_shm():
             self.report.say(f"removing what it left in /dev/shm: {name}")
             (Path(tree.SHM) / name).unlink(missing_ok=True)
+
+
+def serve_command(options: Options) -> list[str]:
+    """The engine's command line, as a user would write it."""
+    command = [str(options.work / "engine/bin/vllm"), "serve", str(options.work / "models/tiny")]
+    command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(options.port)]
+    command += ["--max-model-len", "256", "--max-num-seqs", str(options.seqs)]
+    command += ["--kv-cache-memory-bytes", str(64 * 1024 * 1024), "--tensor-parallel-size", str(options.tp)]
+    return command if options.compiled else [*command, "--enforce-eager"]
+
+
+def engine_arguments(parser: argparse.ArgumentParser, tp: int) -> None:
+    """The options that every program here has: where the engine is, and its shape."""
+    default = os.environ.get("NVSNAP_WORK") or ROOT / ".work"
+    parser.add_argument("--work", type=Path, default=Path(default), help="where tools/setup put everything")
+    parser.add_argument("--port", type=int, default=8190, help="port of the server")
+    parser.add_argument("--tp", type=int, choices=(1, 2), default=tp, help="tensor-parallel size")
+    parser.add_argument("--compiled", action="store_true", help="with torch.compile instead of eager")
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Exits with 64 on a bad option."""
+    try:
+        found = parser.parse_args(arguments)
+    except SystemExit as error:
+        raise SystemExit(64 if error.code else 0) from None
+    if not 1 <= found.port <= 65535:
+        print(f"{parser.prog}: {found.port} is not a port number", file=sys.stderr)
+        raise SystemExit(64)
+    return found
+
+
+def missing(options: Options, *paths: str) -> str:
+    """What a program can't start without, as a sentence; empty when all is there and the port is free."""
+    for path in ("engine/bin/vllm", "models/tiny/model.safetensors", *paths):
+        if not (options.work / path).exists():
+            return f"{options.work / path} is missing: run tools/setup"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, options.port))
+        except OSError as error:
+            return f"port {options.port} cannot be used: {error.strerror}"
+    return ""
 
 
 def launcher_command(*arguments: str) -> list[str]:
