@@ -7,23 +7,30 @@ standard library's ``signal`` takes milliseconds; ``_signal``, which is behind i
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import sys
 
-RUN = "run"
+if not __package__:  # started by its path, as in `python3 FOLDER/nvsnap_launch`: FOLDER is what has to be searched
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+
+RUN, STANDBY = "run", "standby"
+UNAVAILABLE = 69
 
 
-def _runs_engine(arguments: list[str]) -> bool:
-    """True for ``run …`` and for a bare ``[options] -- CMD …``."""
-    if arguments[:1] == [RUN]:
-        return True
+def _is_short_for_run(arguments: list[str]) -> bool:
+    """True for a bare ``[options] -- CMD …``."""
     return "--" in arguments and arguments[0].startswith("-")
+
+
+def _supervises(arguments: list[str]) -> bool:
+    return arguments[:1] in ([RUN], [STANDBY]) or _is_short_for_run(arguments)
 
 
 def _block(arguments: list[str], at_start: set[int]) -> None:
     from nvsnap_launch import signals
 
     signals.open_standard_streams()
-    if _runs_engine(arguments):
+    if _supervises(arguments):
         signals.block(at_start)
     else:
         signals.block_requests(at_start)
@@ -31,13 +38,16 @@ def _block(arguments: list[str], at_start: set[int]) -> None:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if _runs_engine(arguments) or arguments[:2] == ["snapshot", "restore"]:
+    if _supervises(arguments) or arguments[:2] == ["snapshot", "restore"]:
         # All of them, for as long as it takes to load what tells them apart.
         _block(arguments, _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals()))
-    if _runs_engine(arguments) and arguments[0] != RUN:
+    if _is_short_for_run(arguments):
         arguments.insert(0, RUN)
-    from nvsnap_launch import cli
-
+    try:
+        from nvsnap_launch import cli
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"nvsnap_launch: {sys.executable} has no module {error.name}: install nvsnap-launch for it\n")
+        sys.exit(UNAVAILABLE)
     sys.exit(cli.call(arguments))
 
 

@@ -142,18 +142,28 @@ def run(command: tuple[str, ...], control_dir: str | None, **options: Any) -> in
     """Start an engine under supervision: run [OPTIONS] -- CMD …; ends as the engine ends."""
     if not command:
         _fail("no command was given: put the engine's command after --", protocol.EXIT_USAGE)
-    return _supervise(_load(control_dir, options), command)
-
-
-def _supervise(settings: Settings, command: tuple[str, ...]) -> int:
-    from nvsnap_launch import controldir
     from nvsnap_launch.supervisor import Supervisor
 
+    return _supervise(_load(control_dir, options), lambda settings, control: Supervisor(settings, control).run(command))
+
+
+def _supervise(settings: Settings, begin: Callable[[Settings, ControlDirectory], int]) -> int:
+    from nvsnap_launch import controldir
+
     try:
-        control = controldir.prepare(settings.control_dir)
-        return Supervisor(settings, control).run(command)
+        return begin(settings, controldir.prepare(settings.control_dir))
     except OSError as error:
         _fail(f"cannot go on: {error}", protocol.EXIT_USAGE)
+
+
+@main.command()
+@_settings_options
+@_control_option
+def standby(control_dir: str | None, **options: Any) -> int:
+    """Start no engine: be PID 1 of a container into which an agent restores one; ends as that engine ends."""
+    from nvsnap_launch.standby import stand_by
+
+    return _supervise(_load(control_dir, options), stand_by)
 
 
 @main.command()
@@ -223,10 +233,10 @@ def restore(control_dir: str | None, timeout: float | None) -> None:
 
 @main.command()
 @_control_option
-@click.argument("state", type=click.Choice(["ready", *protocol.STATES]))
+@click.argument("state", type=click.Choice(["ready", "alive", *protocol.STATES]))
 @click.option("--timeout", type=click.FloatRange(min=0), metavar="S", default=300.0, show_default=True)
 def wait(control_dir: str | None, state: str, timeout: float) -> None:
-    """Wait for a state; ready means serving. With --timeout 0 it is a probe."""
+    """Wait for a state. With --timeout 0 it is a probe: ready means serving; alive, that whoever leads has not ended or failed."""
     from nvsnap_launch import client
 
     client.wait_for(_control(control_dir), state, timeout)

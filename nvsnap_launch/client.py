@@ -14,8 +14,9 @@ from nvsnap_launch import processes
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.report import leader_is_dead
 
-READY = "ready"
+READY, ALIVE = "ready", "alive"
 _OVER = (protocol.FAILED, protocol.ENDED)
 _POLL_S = 0.05
 _LOOK_S = 0.5  # between two looks at whether anybody is alive
@@ -80,7 +81,8 @@ def _judge(last: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str, Any]:
-    """Wait up to ``timeout`` seconds for a state (``ready`` is serving); returns status.json. Raises RequestFailed.
+    """Wait up to ``timeout`` seconds for a state; returns status.json. Raises RequestFailed. ``ready`` is serving,
+    ``alive`` any state but an end: also starting, prepared and restoring, when nothing answers.
 
     The end of an engine whose launcher is gone is waited over for 5 s, or as long as another launcher has the directory.
     """
@@ -93,7 +95,7 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
     while True:
         status = control.status() or {}
         found = status.get("state")
-        if found == wanted and (wanted in _OVER or watch.somebody()):
+        if _reached(wanted, status) and (wanted in _OVER or watch.somebody()):
             return status
         if status != earlier or not (time.monotonic() < next_by or (watch.has_time() and control.holder())):
             _stop_if_over(status)
@@ -101,6 +103,14 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
             watch.pause(f"state {wanted} was not reached", launcher_may_come=True)
+
+
+def _reached(wanted: str, status: dict[str, Any]) -> bool:
+    found = status.get("state")
+    if wanted == ALIVE:
+        return found not in (None, *_OVER)
+    # One that came with an image tells of a leader that is not here.
+    return bool(found == wanted) and (wanted in _OVER or not leader_is_dead(status))
 
 
 def _left_by_an_earlier_launcher(control: ControlDirectory) -> dict[str, Any] | None:

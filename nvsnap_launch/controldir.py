@@ -21,10 +21,7 @@ STDERR_LOG = "stderr.log"
 
 _STALE = (
     protocol.STATUS_FILE,
-    protocol.LEADER_FILE,
     protocol.SUPERVISOR_FILE,
-    protocol.DEADLINE_FILE,
-    protocol.TICK_FILE,
     protocol.VERDICT_FILE,
     protocol.DUMP_FILE,
     protocol.PREPARE,
@@ -33,9 +30,10 @@ _STALE = (
 _STALE_PATTERNS = (
     "*.tmp",
     f"{protocol.STACKS_DIR}/*.txt",
-    f"{protocol.PROCESSES_DIR}/*.json*",
     f"{protocol.RENDEZVOUS_DIR}/*",
 )
+# What a tree that was dumped goes on with when it is restored.
+_OF_THE_TREE = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE, f"{protocol.PROCESSES_DIR}/*.json*")
 _PROBE_BYTES = 16384
 
 
@@ -203,11 +201,12 @@ class ControlDirectory:
                 f"the engine of an earlier launcher still runs in control directory {self.path}: end its leader, PID {pid}"
             )
 
-    def clean(self) -> None:
-        """Remove what an earlier run left; never the agent's metadata, the logs or the history."""
-        for name in _STALE:
-            _remove(self.path / name)
-        for pattern in _STALE_PATTERNS:
+    def clean(self, keep_tree: bool = False) -> None:
+        """Remove what an earlier run left; never the agent's metadata, the logs or the history.
+
+        ``keep_tree``: nor what a dumped tree needs that somebody will restore here.
+        """
+        for pattern in (*_STALE, *_STALE_PATTERNS, *(() if keep_tree else _OF_THE_TREE)):
             for path in self.path.glob(pattern):
                 _remove(path)
 
@@ -264,7 +263,16 @@ class ControlDirectory:
         found = (protocol.read_json(path) for path in sorted((self.path / protocol.PROCESSES_DIR).glob("*.json")))
         return [entry for entry in found if entry is not None]
 
-    def write_supervisor(self, cookie: str) -> None:
+    def renew_leader(self) -> dict[str, Any] | None:
+        """leader.json of a restored tree: the leader has the same number as before, but in the PID namespace of today."""
+        leader = self.leader()
+        if leader is not None:
+            leader["pid_namespace"] = protocol.pid_namespace()
+            protocol.write_json(self.path / protocol.LEADER_FILE, leader)
+        return leader
+
+    def write_supervisor(self, cookie: str | None) -> None:
+        """``cookie`` None: no engine is known yet, and any leader may come."""
         entry = {"pid": os.getpid(), "pid_namespace": protocol.pid_namespace(), "cookie": cookie}
         protocol.write_json(self.path / protocol.SUPERVISOR_FILE, entry)
 

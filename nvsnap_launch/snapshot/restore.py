@@ -248,7 +248,7 @@ class Restoration:
                 for file, source in zip(self.manifest.control, sources, strict=True):
                     saved.remove(file.names)
                     saved.put_content(source.fileno(), file)
-                self.renew_leader_file()
+                self.control.renew_leader()
         for file in self.manifest.saved:
             try:
                 saved.put_back(self.directory, file)
@@ -256,13 +256,6 @@ class Restoration:
                 text = f"{error.filename2 or error.filename} is there already: use --pid-namespace new, or remove it"
                 raise SnapshotError(text, EXIT_FAILED) from None
             self.placed |= {name: Path(name).stat().st_ino for name in file.names}
-
-    def renew_leader_file(self) -> None:
-        """The leader has the same number as before, but in the PID namespace of today."""
-        leader = self.control.leader()
-        if leader is not None:
-            leader["pid_namespace"] = protocol.pid_namespace()
-            protocol.write_json(self.control.path / protocol.LEADER_FILE, leader)
 
     def clean_up(self) -> None:
         """Remove what we put into shared folders and nobody has replaced since."""
