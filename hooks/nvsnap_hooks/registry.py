@@ -6,6 +6,7 @@ A patch is reported as applied only after it was read back. An engine process wi
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import os
@@ -14,7 +15,7 @@ from . import importhook, procfs, protocol
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import ModuleType
     from typing import Any
 
@@ -26,7 +27,12 @@ _written: dict[str, Any] = {}
 
 
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
-    """(owner, attribute, value) of ``Class.method`` or ``function`` in a module. Raises LookupError naming what is missing."""
+    """(owner, attribute, value) of ``Class.method`` or ``function`` in a module; "" is the module itself.
+
+    Raises LookupError naming what is missing.
+    """
+    if not qualname:
+        return module, "", module
     owner: Any = module
     *path, attribute = qualname.split(".")
     for part in path:
@@ -49,19 +55,60 @@ def check_parameters(value: Any, expected: tuple[str, ...]) -> None:
         raise LookupError(f"takes ({', '.join(names)}), expected ({', '.join(expected)}, …)")
 
 
-def target(name: str, module: str, qualname: str, parameters: tuple[str, ...]) -> None:
-    """Report whether something that we call, but do not replace, is there as expected, when its module is imported."""
+def check_names(value: Any, expected: tuple[str, ...]) -> None:
+    """Raise LookupError unless a module or class has all of these, or a callable takes them by name."""
+    if not expected:
+        return
+    if isinstance(value, type):
+        found = {name for owner in value.__mro__ for name in _names_of_class(owner)}
+    else:
+        found = set(vars(value) if inspect.ismodule(value) else inspect.signature(value).parameters)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise LookupError(f"has no {', '.join(missing)}")
+
+
+def _names_of_class(owner: type) -> Iterator[str]:
+    """What is in the class, its dataclass fields, and what its ``__init__`` sets."""
+    yield from vars(owner)
+    yield from vars(owner).get("__dataclass_fields__", ())
+    code = getattr(inspect.unwrap(vars(owner).get("__init__", owner)), "__code__", None)
+    for instruction in dis.get_instructions(code) if code else ():
+        if instruction.opname == "STORE_ATTR":
+            yield instruction.argval
+
+
+def check(
+    module: ModuleType, qualname: str, parameters: tuple[str, ...], names: tuple[str, ...]
+) -> tuple[Any, str, Any]:
+    """As ``resolve``, and the value is as expected. Raises LookupError naming the difference."""
+    owner, attribute, value = resolve(module, qualname)
+    if parameters or not (inspect.ismodule(value) or isinstance(value, type)):
+        check_parameters(value, parameters)
+    check_names(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value, names)
+    return owner, attribute, value
+
+
+def target(
+    name: str, module: str, qualname: str, parameters: tuple[str, ...] = (), names: tuple[str, ...] = ()
+) -> None:
+    """Report whether something that we call or read, but do not replace, is as expected, when its module is imported."""
     patches[name] = NOT_IMPORTED
 
-    def check(loaded: ModuleType) -> None:
-        patches[name] = _checked(loaded, qualname, parameters, lambda *_: None)
+    def look(loaded: ModuleType) -> None:
+        patches[name] = _checked(loaded, qualname, parameters, names, lambda *_: None)
         refresh()
 
-    importhook.after(module, check)
+    importhook.after(module, look)
 
 
 def wrap(
-    name: str, module: str, qualname: str, parameters: tuple[str, ...], make: Callable[[Callable[..., Any]], Any]
+    name: str,
+    module: str,
+    qualname: str,
+    parameters: tuple[str, ...],
+    make: Callable[[Callable[..., Any]], Any],
+    names: tuple[str, ...] = (),
 ) -> None:
     """Replace a callable by ``make(original)`` when its module is imported. The original stays as ``__wrapped__``."""
     patches[name] = NOT_IMPORTED
@@ -81,7 +128,7 @@ def wrap(
             raise LookupError(f"{qualname} kept its old value")
 
     def apply(loaded: ModuleType) -> None:
-        patches[name] = _checked(loaded, qualname, parameters, put)
+        patches[name] = _checked(loaded, qualname, parameters, names, put)
         refresh()
 
     importhook.after(module, apply)
@@ -109,16 +156,19 @@ def attach(name: str, module: str, owner_name: str, attribute: str, value: Any) 
 
 
 def _checked(
-    module: ModuleType, qualname: str, parameters: tuple[str, ...], then: Callable[[Any, str, Any], None]
+    module: ModuleType,
+    qualname: str,
+    parameters: tuple[str, ...],
+    names: tuple[str, ...],
+    then: Callable[[Any, str, Any], None],
 ) -> str:
+    where = f"{module.__name__}.{qualname}".rstrip(".")
     try:
-        owner, attribute, value = resolve(module, qualname)
-        check_parameters(value, parameters)
-        then(owner, attribute, value)
+        then(*check(module, qualname, parameters, names))
     except LookupError as error:
-        return f"missing: {module.__name__}.{qualname}: {error}"
+        return f"missing: {where}: {error}"
     except Exception as error:
-        return f"failed: {module.__name__}.{qualname}: {type(error).__name__}: {error}"
+        return f"failed: {where}: {type(error).__name__}: {error}"
     return APPLIED
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hooks_support import wait_until
 from nvsnap_hooks.vllm import core as hooks_core
+from nvsnap_hooks.vllm import versions
 
 Kind = enum.Enum("Kind", "ADD ABORT UTILITY WAKEUP")
 Pause = enum.Enum("Pause", "UNPAUSED PAUSED_NEW PAUSED_ALL")
@@ -109,6 +110,12 @@ class Client:
 
     def abort(self, *names: str) -> None:
         self.core.input_queue.put((Kind.ABORT, list(names)))
+
+
+@pytest.fixture(autouse=True)
+def running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that the parts below are written after."""
+    monkeypatch.setattr(versions, "running", versions.TABLE["0.32.0"].targets)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hooks_support import wait_until
 from nvsnap_hooks import memory, procfs
-from nvsnap_hooks.vllm import broadcast, cpu_shm
+from nvsnap_hooks.vllm import broadcast, cpu_shm, versions
 
 SIZE = 3 * mmap.PAGESIZE
 SHM = Path("/dev/shm")
@@ -58,6 +58,12 @@ def dies_of(touch: Callable[[], object]) -> int:
 
 
 # -- memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that the parts below are written after."""
+    monkeypatch.setattr(versions, "running", versions.TABLE["0.32.0"].targets)
 
 
 @pytest.fixture

@@ -7,12 +7,18 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks_support import config, environment, run, wait_until, write
-from nvsnap_hooks.vllm import REQUIRED, versions
+from hooks_support import HOOKS, config, environment, run, wait_until, write
+from nvsnap_hooks import vllm
+from nvsnap_hooks.vllm import versions
+from nvsnap_hooks.vllm.versions import Target
+
+TARGETS = versions.TABLE["0.32.0"].targets
 
 
 @pytest.mark.parametrize(
@@ -60,13 +66,26 @@ def test_a_version_more_is_a_line_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "99.1.7" in (versions.conflict("99.1.8") or "")
 
 
-def test_every_required_patch_is_in_every_table() -> None:
-    """A role that requires a patch which no table names could never prepare."""
-    attached = {"core_method", "worker_method"}
+@pytest.mark.parametrize("version", versions.TABLE)
+def test_each_role_requires_what_it_uses(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = versions.TABLE[version]
+    assert entry.level in versions.LEVELS
+    monkeypatch.setattr(versions, "running", entry.targets)
+    assert {"async_llm", "utility_call", "http_startup", "compile_key"} <= set(vllm.required("leader"))
+    assert {"core_main", "core_method", "core_requests", "scheduler", "executor_rpc"} <= set(vllm.required("core"))
+    assert {"worker_main", "worker_method", "coordinator", "ring", "torch_world"} <= set(vllm.required("worker"))
+    roles = [set(vllm.required(role)) for role in ("leader", "core", "worker")]
+    assert not roles[1] & (roles[0] | roles[2]), "the engine core's targets are nobody else's"
+
+
+def test_what_the_hooks_name_is_in_every_entry() -> None:
+    """A key that some entry lacks would be an exception half way."""
+    used = set()
+    for path in (HOOKS / "nvsnap_hooks" / "vllm").glob("*.py"):
+        used |= set(re.findall(r"""(?:attribute|load|_core|_scheduler)\("([a-z_]+)\"""", path.read_text()))
+    assert {"core_requests", "pause_states", "broadcaster", "groups", "utility_call"} <= used
     for version, entry in versions.TABLE.items():
-        assert entry.level in versions.LEVELS
-        for role, names in REQUIRED.items():
-            assert set(names) - attached <= set(entry.targets), (version, role)
+        assert used <= set(entry.targets), version
 
 
 @pytest.mark.parametrize(
@@ -106,72 +125,100 @@ def test_a_version_file_that_is_no_text_is_no_version(tmp_path: Path) -> None:
 # -- in a process: a package that looks like vLLM ---------------------------------------------------
 
 
-def package(folder: Path, version: str, leave_out: str = "") -> None:
-    """A package with every target of the table, as the table describes it, but for one."""
-    write(folder / "vllm" / "_version.py", f"__version__ = version = {version!r}\n")
-    modules: dict[str, dict[str, Any]] = {}
-    for name, target in versions.TABLE["0.32.0"].targets.items():
-        modules.setdefault(target.module, {})
-        if name == leave_out:
-            continue
-        owner, _, attribute = target.qualname.rpartition(".")
-        modules[target.module].setdefault(owner, []).append((attribute, target.parameters))
+Members = dict[str, str]  # name -> the lines that define it
+
+
+def package(folder: Path, version: str, leave_out: str = "", targets: dict[str, Target] = TARGETS) -> None:
+    """A package with every target of the table as the table describes it; ``leave_out`` is one that is not there."""
+    modules: dict[str, dict[str, Members]] = {}
+    for key, target in targets.items():
+        owner, members = _source(target)
+        there = modules.setdefault(target.module, {}).setdefault(owner, {})
+        if key != leave_out:
+            # A method that is a target of its own says more than its name in the list of another.
+            there.update({name: lines for name, lines in members.items() if name not in there or "def" in lines})
     for module, owners in modules.items():
-        path = folder.joinpath(*module.split(".")).with_suffix(".py")
-        write(path, "".join(_owner(owner, functions) for owner, functions in owners.items()))
-        for parent in list(path.parents)[: len(module.split(".")) - 1]:
-            if not (parent / "__init__.py").exists():
-                write(parent / "__init__.py", "")
+        text = "".join(_owner(owner, members) for owner, members in owners.items())
+        write(_file(folder, module, modules), text)
+        for parent in accumulate(module.split(".")[:-1], "{}.{}".format):
+            if parent not in modules:
+                write(_file(folder, parent, modules, package=True), "")
+    write(folder / "vllm" / "_version.py", f"__version__ = version = {version!r}\n")
 
 
-def _owner(owner: str, functions: list[tuple[str, tuple[str, ...]]]) -> str:
-    lines = "".join(
-        ("" if "self" in names or not owner else "@staticmethod\n")
-        + f"def {name}({', '.join(names)}, *more, **rest):\n    return 'real'\n"
-        if names
-        else f"def {name}():\n    return {{}}\n"
-        for name, names in functions
-    )
+def _file(folder: Path, module: str, modules: Iterable[str], package: bool = False) -> Path:
+    path = folder.joinpath(*module.split("."))
+    package = package or any(other.startswith(f"{module}.") for other in modules)
+    return path / "__init__.py" if package else path.with_suffix(".py")
+
+
+def _source(target: Target) -> tuple[str, Members]:
+    """The class that it is about ("": none), and what is to be there."""
+    owner, _, attribute = target.qualname.rpartition(".")
+    plain = {name: f"{name} = None\n" for name in target.names}
+    if not target.qualname:
+        return "", plain
+    if not owner and target.qualname.strip("_")[0].isupper():
+        made = {"__init__": _function("__init__", ("self", *target.parameters))} if target.parameters else {}
+        return target.qualname, plain | made
+    return owner, {attribute: _function(attribute, target.parameters, target.names, static=owner != "")}
+
+
+def _function(name: str, parameters: tuple[str, ...], names: tuple[str, ...] = (), static: bool = False) -> str:
+    every = [*parameters, *(f"{name}=None" for name in names), "*more", "**rest"]
+    mark = "@staticmethod\n" if static and "self" not in parameters else ""
+    return f"{mark}def {name}({', '.join(every if parameters else ())}):\n    return {{}}\n"
+
+
+def _owner(owner: str, members: Members) -> str:
+    lines = "".join(members.values()) or "pass\n"
     return f"class {owner}:\n{textwrap.indent(lines, '    ')}" if owner else lines
 
 
+# Each folder in a fork of its own: to start a Python for each takes too long.
 ASK = """
-    import importlib, json, sys
-    from nvsnap_hooks.vllm import versions
-    modules = sorted({target.module for target in versions.TABLE["0.32.0"].targets.values()})
-    for module in [*modules, "vllm.v1.worker.worker_base"]:
-        importlib.import_module(module)
+    import asyncio, importlib, json, os, sys
     from nvsnap_hooks import importhook, registry
-    print(json.dumps([registry.patches, importhook.errors]))
+    from nvsnap_hooks.vllm import core, leader, versions, worker
+    for folder in sys.argv[1:]:
+        if os.fork() == 0:
+            sys.path.insert(0, folder)
+            for module in sorted({target.module for target in versions.TABLE["0.32.0"].targets.values()}):
+                importlib.import_module(module)
+            print(json.dumps([registry.patches, importhook.errors]), flush=True)
+            os._exit(0)
+        os.wait()
 """
 
 
-def patches(tmp_path: Path) -> dict[str, str]:
-    found = run(ASK, environment(tmp_path / "control", tmp_path))
+def patches(*folders: Path) -> list[dict[str, str]]:
+    script = write(folders[0] / "ask.py", ASK)
+    found = run([str(script), *map(str, folders)], environment(folders[0] / "control"))
     assert found.stderr == ""
-    states, errors = json.loads(found.stdout)
-    assert errors == []
-    return dict(states)
+    answers = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [errors for _, errors in answers] == [[]] * len(folders)
+    return [states for states, _ in answers]
 
 
 def test_a_verified_version_is_patched_at_every_target(tmp_path: Path) -> None:
     package(tmp_path, "0.32.0+cpu")
-    found = patches(tmp_path)
-    assert set(found) == {*versions.TABLE["0.32.0"].targets, "core_method", "worker_method"}
+    [found] = patches(tmp_path)
+    assert set(found) == {*TARGETS, "core_method", "worker_method"}
     assert set(found.values()) == {"applied"}
 
 
-@pytest.mark.parametrize("name", sorted(versions.TABLE["0.32.0"].targets))
-def test_a_target_that_is_gone_is_the_only_one_missing(tmp_path: Path, name: str) -> None:
-    package(tmp_path, "0.32.0", leave_out=name)
-    found = patches(tmp_path)
-    assert found[name].startswith("missing: ")
-    assert {other for other, state in found.items() if state != "applied"} - {"worker_method"} == {name}
+def test_a_target_that_is_gone_is_the_only_one_missing(tmp_path: Path) -> None:
+    folders = {key: tmp_path / key for key in TARGETS}
+    for key, folder in folders.items():
+        package(folder, "0.32.0", leave_out=key)
+    for key, found in zip(folders, patches(*folders.values()), strict=True):
+        assert found[key].startswith("missing: ")
+        assert {other for other, state in found.items() if state != "applied"} == {key}
 
 
 def test_an_unverified_version_is_left_alone(tmp_path: Path) -> None:
     package(tmp_path, "0.32.1")
-    assert patches(tmp_path) == {}
+    assert patches(tmp_path) == [{}]
 
 
 def test_an_unverified_server_says_so_when_asked(tmp_path: Path) -> None:

@@ -74,15 +74,16 @@ class Groups:
     # -- before anything is touched -------------------------------------------------------------
 
     def obstacles(self, coordinators: Sequence[Any]) -> list[str]:
-        """What we would not know how to build again: a group that no coordinator owns."""
+        """What we would not know how to build again: a group that no coordinator owns, or one made in a way unknown here."""
         world = _c10d()._world
         owned = {id(getattr(c, handle, None)) for c in coordinators for handle in HANDLES}
         owned.add(id(world.default_pg))
-        return [
+        foreign = [
             f"process group {name!r} belongs to no coordinator of the engine"
             for group, name in world.pg_names.items()
             if id(group) not in owned
         ]
+        return [*foreign, *(reason for c in coordinators if (reason := _unknown(c)))]
 
     # -- release --------------------------------------------------------------------------------
 
@@ -197,6 +198,15 @@ def _describe(coordinator: Any) -> Coordinated:
         _timeout(coordinator.device_group),
         _timeout(coordinator.cpu_group),
     )
+
+
+def _unknown(coordinator: Any) -> str:
+    """Why we could not note down how to build this one's groups again (names that are no numbers, say); "" if we can."""
+    try:
+        _describe(coordinator)
+    except Exception as error:
+        return f"groups of {coordinator.unique_name} are not as expected: {type(error).__name__}: {error}"
+    return ""
 
 
 def _check_names(record: Coordinated) -> None:

@@ -18,22 +18,8 @@ if TYPE_CHECKING:
 
 version = ""
 
-# The patches without which a process of this role can't take part.
-REQUIRED = {
-    "leader": ("async_llm", "engine_shutdown", "utility_call", "http_startup", "compile_key"),
-    "core": (
-        "core_main",
-        "core_requests",
-        "core_input",
-        "core_has_work",
-        "core_is_running",
-        "core_abort_outputs",
-        "core_method",
-        "executor_rpc",
-        "pause_state",
-    ),
-    "worker": ("worker_main", "worker_wrapper", "worker_method", "coordinator", "broadcaster", "compile_key"),
-}
+# What we give a class of the engine's: the call by which the leader, or the core, reaches our part of that process.
+METHOD = "nvsnap"
 
 
 def install(origin: str | None) -> None:
@@ -54,7 +40,14 @@ def install(origin: str | None) -> None:
         return
     entry = versions.lookup(version)
     assert entry is not None
+    versions.running.update(entry.targets)
     _install_patches(entry.targets)
+
+
+def required(role: str) -> tuple[str, ...]:
+    """The patches without which a process of this role can't take part."""
+    targets = (key for key, target in versions.running.items() if role in target.roles)
+    return (*targets, f"{role}_method") if role in ("core", "worker") else tuple(targets)
 
 
 def _install_patches(targets: dict[str, versions.Target]) -> None:
@@ -66,16 +59,16 @@ def _install_patches(targets: dict[str, versions.Target]) -> None:
         "engine_shutdown": wrap_engine_shutdown,
         "http_startup": wrap_http_startup,
         "compile_key": _wrap_compile_key,
-        "core_main": registry.entry("core", "dp_rank", REQUIRED["core"]),
-        "worker_main": registry.entry("worker", "rank", REQUIRED["worker"]),
+        "core_main": registry.entry("core", "dp_rank", required("core")),
+        "worker_main": registry.entry("worker", "rank", required("worker")),
     }
     for name, target in targets.items():
         if name in wrappers:
-            registry.wrap(name, *target, wrappers[name])
+            registry.wrap(name, target.module, target.qualname, target.parameters, wrappers[name], target.names)
         else:
-            registry.target(name, *target)
-    registry.attach("core_method", "vllm.v1.engine.core", "EngineCoreProc", "nvsnap", core.nvsnap)
-    registry.attach("worker_method", "vllm.v1.worker.worker_base", "WorkerWrapperBase", "nvsnap", worker.nvsnap)
+            registry.target(name, *target[1:])
+    for name, method in (("core", core.nvsnap), ("worker", worker.nvsnap)):
+        registry.attach(f"{name}_method", targets[name].module, targets[name].qualname, METHOD, method)
 
 
 def fingerprint() -> str:

@@ -1,4 +1,4 @@
-"""The coordinators' shared-memory broadcasters (``GroupCoordinator.mq_broadcaster``, vLLM 0.32.0).
+"""The coordinators' shared-memory broadcasters (``GroupCoordinator.mq_broadcaster``, vLLM 0.27.1 to 0.32.0).
 
 A ring in /dev/shm and ZeroMQ sockets, made over the group's CPU process group: they go before the groups and come back after.
 The executor's own RPC queues are another thing and stay: they carry this very call.
@@ -11,13 +11,14 @@ import os
 import weakref
 
 from .. import procfs
+from . import versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# How GroupCoordinator.__init__ makes its own (vLLM 0.32.0).
+# How GroupCoordinator.__init__ makes its own (vLLM 0.27.1 to 0.32.0).
 CHUNK_BYTES, CHUNKS = 1 << 22, 6
 _POISON = 0xA5
 
@@ -53,12 +54,9 @@ class Broadcasters:
         """Collective: every rank of a group makes its queue at the same step."""
         if not self.released:
             return {}
-        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-
+        create = versions.load("broadcaster")
         for coordinator in self._owners:
-            coordinator.mq_broadcaster = MessageQueue.create_from_process_group(
-                coordinator.cpu_group, CHUNK_BYTES, CHUNKS
-            )
+            coordinator.mq_broadcaster = create(coordinator.cpu_group, CHUNK_BYTES, CHUNKS)
         count = len(self._owners)
         self.released, self._owners = False, []
         return {"queues": count} if count else {}

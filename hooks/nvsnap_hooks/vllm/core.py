@@ -2,7 +2,7 @@
 
 Nothing of this is on the way of a request in normal service. While admission is closed the core's own
 ``_handle_client_request`` and ``_process_input_queue`` are shadowed on the instance, and given back afterwards
-(vLLM 0.32.0, EngineCoreProc.run_busy_loop looks both up on every turn).
+(vLLM 0.27.1 to 0.32.0, EngineCoreProc.run_busy_loop looks both up on every turn). versions.py has their names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import traceback
 
 from .. import environment, protocol, stacks
 from ..protocol import say
+from . import METHOD, versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     Report = dict[str, Any]
 
-METHOD = "nvsnap"
 QUICK = ("close", "poll", "park")  # asked between the steps of running requests: no more than a look
 
 
@@ -67,22 +67,20 @@ class _Gate:
         """From here on new requests and foreign calls wait; what runs goes on."""
         if not self.closed:
             self._paused_before = self.core.scheduler.pause_state
-            self.core._handle_client_request = self._gated
+            setattr(self.core, versions.attribute("core_requests"), self._gated)
             self.closed = True
         return self.do_poll({})
 
     def do_poll(self, _: dict[str, Any]) -> Report:
         return {
-            "idle": not self.core.has_work(),
-            "running": self.core.scheduler.get_num_unfinished_requests(),
+            "idle": not self._core("core_has_work"),
+            "running": self._scheduler("unfinished"),
             "waiting": len(self.waiting),
         }
 
     def do_park(self, _: dict[str, Any]) -> Report:
         """Freeze running requests where they are: they keep their KV blocks and go on after the restore."""
-        from vllm.v1.core.sched.interface import PauseState
-
-        self.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._scheduler("set_pause_state", versions.load("pause_states").PAUSED_ALL)
         return self.do_poll({})
 
     def do_ranks(self, options: dict[str, Any]) -> Report:
@@ -92,10 +90,10 @@ class _Gate:
 
     def do_hold(self, _: dict[str, Any]) -> Report:
         """Nothing runs until ``open``: the main loop stays in our ``_process_input_queue``."""
-        if self.core.has_work():
+        if self._core("core_has_work"):
             raise RuntimeError("the engine core has work: it can't be held")
         if not self.held:
-            self.core._process_input_queue = self._hold
+            setattr(self.core, versions.attribute("core_input"), self._hold)
             self.held = True
         return {}
 
@@ -107,22 +105,28 @@ class _Gate:
         """Everything back: the pause state that was, then what waited, in the order in which it came."""
         if not self.closed:
             return {"replayed": 0}
-        for name in ("_handle_client_request", "_process_input_queue"):
-            self.core.__dict__.pop(name, None)
+        for key in ("core_requests", "core_input"):
+            self.core.__dict__.pop(versions.attribute(key), None)
         self.held = self.closed = False
-        self.core.scheduler.set_pause_state(self._paused_before)
+        self._scheduler("set_pause_state", self._paused_before)
         waiting, self.waiting = self.waiting, []
         for request in waiting:
-            self.core._handle_client_request(*request)
+            self._core("core_requests", *request)
         return {"replayed": len(waiting)}
 
     # -- the gate -------------------------------------------------------------------------------
 
     def _ranks(self, action: str, arguments: dict[str, Any], timeout: float) -> list[Report]:
-        reports: list[Report] = self.core.model_executor.collective_rpc(
-            METHOD, timeout=timeout, args=(action, arguments)
-        )
+        ask = getattr(self.core.model_executor, versions.attribute("executor_rpc"))
+        reports: list[Report] = ask(METHOD, timeout=timeout, args=(action, arguments))
         return reports
+
+    def _core(self, target: str, *arguments: Any) -> Any:
+        """The core's own method, whatever its name is in this version, past what shadows it."""
+        return getattr(type(self.core), versions.attribute(target))(self.core, *arguments)
+
+    def _scheduler(self, target: str, *arguments: Any) -> Any:
+        return getattr(self.core.scheduler, versions.attribute(target))(*arguments)
 
     def _gated(self, request_type: Any, request: Any) -> None:
         """In place of the core's dispatcher while admission is closed."""
@@ -132,7 +136,7 @@ class _Gate:
         elif kind == "ADD" or (kind == "UTILITY" and request[2] != METHOD):
             self.waiting.append((request_type, request))
         else:
-            type(self.core)._handle_client_request(self.core, request_type, request)
+            self._core("core_requests", request_type, request)
 
     def _abort(self, request_type: Any, request_ids: list[str]) -> None:
         """The client of a waiting request is gone: it is dropped and never runs. One that runs is aborted as ever."""
@@ -153,14 +157,14 @@ class _Gate:
         if self.held:  # telling the workers must wait until they can hear
             self.waiting.insert(0, (request_type, rest))
         else:
-            type(self.core)._handle_client_request(self.core, request_type, rest)
+            self._core("core_requests", request_type, rest)
 
     def _hold(self) -> None:
         """In place of the core's wait for work: take messages, run nothing, until opened or told to end."""
-        from vllm.v1.request import RequestStatus
-
         while self.held:
-            self.core._handle_client_request(*self.core.input_queue.get())
-            if not self.core.is_running():
-                self.core._send_abort_outputs(self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED))
+            message = self.core.input_queue.get()
+            getattr(self.core, versions.attribute("core_requests"))(*message)
+            if not self._core("core_is_running"):
+                aborted = versions.load("request_status").FINISHED_ABORTED
+                self._core("core_abort_outputs", self._scheduler("finish_requests", None, aborted))
                 raise SystemExit

@@ -13,7 +13,7 @@ import time
 
 from .. import control, importhook, registry
 from ..protocol import say
-from . import core
+from . import METHOD, versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def wrap_engine_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
     try:
-        from . import REQUIRED
+        from . import required
 
         engine = VllmEngine(_shape_refusal(args[0] if args else kwargs["vllm_config"], kwargs))
-        registry.register("leader", None, REQUIRED["leader"])
+        registry.register("leader", None, required("leader"))
         control.start(engine)
         return engine
     except Exception as error:  # the engine itself is none the worse
@@ -121,7 +121,7 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, refusal: str | None = None) -> None:
-        from . import version, versions
+        from . import version
 
         entry = versions.lookup(version)
         self.version = version
@@ -153,9 +153,8 @@ class VllmEngine:
         import asyncio
 
         assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(
-            self._llm.engine_core.call_utility_async(core.METHOD, action, options or {}), self._loop
-        )
+        ask = getattr(self._llm.engine_core, versions.attribute("utility_call"))
+        future = asyncio.run_coroutine_threadsafe(ask(METHOD, action, options or {}), self._loop)
         try:
             report: dict[str, Any] = future.result(timeout + SLACK)
         except TimeoutError:

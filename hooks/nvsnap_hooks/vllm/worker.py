@@ -13,6 +13,7 @@ import traceback
 from .. import environment, procfs, protocol, stacks
 from ..protocol import say
 from ..torch.groups import Groups
+from . import versions
 from .broadcast import Broadcasters
 from .cpu_shm import CpuShm
 
@@ -138,10 +139,8 @@ class _Rank:
 
 def _all_coordinators() -> list[Any]:
     """Every live coordinator, oldest first, once each though several names may lead to it."""
-    from vllm.distributed import parallel_state
-
     found: dict[int, Any] = {}
-    for reference in list(parallel_state._groups.values()):
+    for reference in list(versions.load("groups")._groups.values()):
         coordinator = reference()
         if coordinator is not None:
             found.setdefault(id(coordinator), coordinator)
@@ -173,9 +172,8 @@ def _shm_ranks(coordinators: list[Any]) -> dict[str, int]:
 
 def _barrier() -> None:
     import torch.distributed as dist
-    from vllm.distributed import parallel_state
 
-    dist.barrier(parallel_state._WORLD.cpu_group)
+    dist.barrier(versions.load("groups")._WORLD.cpu_group)
 
 
 def _prove() -> dict[str, Any]:
@@ -198,9 +196,7 @@ def _prove() -> dict[str, Any]:
 
 
 def _forget_cached_environment() -> None:
-    """vLLM caches its variables after start-up (0.32.0, ``enable_envs_cache``): read them again."""
-    from vllm import envs
-
-    if hasattr(envs, "disable_envs_cache"):
-        envs.disable_envs_cache()
-        envs.enable_envs_cache()
+    """vLLM caches its variables after start-up (0.27.1 to 0.32.0, ``enable_envs_cache``): read them again."""
+    variables = versions.load("variables")
+    variables.disable_envs_cache()
+    variables.enable_envs_cache()

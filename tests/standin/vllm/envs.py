@@ -1,2 +1,10 @@
 def compile_factors():
     return {}
+
+
+def enable_envs_cache():
+    pass
+
+
+def disable_envs_cache():
+    pass
