@@ -18,7 +18,6 @@ from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 
 UNFINISHED = ("preparing", "dumping")  # phases of dump.json in which a driver is at work
-LOCK_FILE = "dump.lock"
 TRACED = "t"
 
 
@@ -28,7 +27,7 @@ def lock(folder: Path, make: bool = False) -> int:
     Never waits. Raises BlockingIOError when somebody has it, another OSError when there is none that could be locked.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if make else 0)
-    descriptor = os.open(folder / LOCK_FILE, flags, 0o600)
+    descriptor = os.open(folder / protocol.DUMP_LOCK, flags, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(0, "not a regular file")

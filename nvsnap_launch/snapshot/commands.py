@@ -28,9 +28,13 @@ def snapshot() -> None:
 @click.option("--control-dir", metavar="PATH", help="Control directory of the engine (variable NVSNAP_CONTROL_DIR).")
 @click.option("--criu", metavar="PATH", help=CRIU_HELP)
 @click.option("--leave-running", is_flag=True, help="Keep the server: continue and undo instead of ending it.")
-@click.option("--timeout", type=click.FloatRange(min=0), default=180.0, show_default=True, help="Seconds for prepare.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    help="Seconds for prepare; default: a little longer than the engine's own deadline.",
+)
 def create_command(
-    directory: Path, control_dir: str | None, criu: str | None, leave_running: bool, timeout: float
+    directory: Path, control_dir: str | None, criu: str | None, leave_running: bool, timeout: float | None
 ) -> None:
     """Prepare the running engine, dump its process tree into DIR and end it.
 
@@ -48,18 +52,26 @@ def create_command(
 
 
 def environment(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Values are never repeated in a message: they may be secrets."""
     pairs = {}
-    for text in values:
+    for place, text in enumerate(values, 1):
         name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE")
-        pairs[name] = value
+        if not name:
+            raise click.BadParameter(f"number {place} has no name before its =")
+        found = value if equals else os.environ.get(name)
+        if found is None:
+            raise click.BadParameter(f"number {place} is neither NAME=VALUE nor a variable that is set here")
+        pairs[name] = found
     return pairs
 
 
 @snapshot.command("restore")
 @click.argument("directory", metavar="DIR", type=FOLDER)
-@click.option("--control-dir", metavar="PATH", help="Must be the one of the snapshot, if given.")
+@click.option(
+    "--control-dir",
+    metavar="PATH",
+    help="Control directory here; the tree sees it under the path of its own. Default: the snapshot's.",
+)
 @click.option("--criu", metavar="PATH", help=CRIU_HELP)
 @click.option(
     "--pid-namespace",
@@ -69,7 +81,12 @@ def environment(_context: click.Context, _parameter: click.Parameter, values: tu
     help="auto: a new one, unless this is PID 1 and all process numbers of the snapshot are free.",
 )
 @click.option(
-    "--env", "changed", metavar="NAME=VALUE", multiple=True, callback=environment, help="A value that changed."
+    "--env",
+    "changed",
+    metavar="NAME[=VALUE]",
+    multiple=True,
+    callback=environment,
+    help="A value that changed; without =VALUE the one that this command has.",
 )
 @click.option("--unset", metavar="NAME", multiple=True, help="A variable that is gone.")
 @click.option(
@@ -90,10 +107,11 @@ def restore_command(
 
     settings = Settings.load(control_dir=control_dir, criu=criu)
     manifest = manifests.load(directory.absolute())  # said before a missing CRIU is
-    # And here, where the launcher's PID is the one that the user knows; the lock itself is taken in the new namespace.
-    controldir.ControlDirectory(manifest.control_dir).refuse_one_in_use()
     env: dict[str, str | None] = {**changed, **dict.fromkeys(unset)}
-    options = restoration.Options(pid_namespace=pid_namespace, wait_timeout=wait_timeout, env=env)
+    place = Path(settings.control_dir).absolute() if settings.control_dir else None
+    options = restoration.Options(pid_namespace=pid_namespace, wait_timeout=wait_timeout, env=env, control_dir=place)
+    # Here, where the launcher's PID is the one that the user knows; the lock itself is taken in the new namespace.
+    controldir.ControlDirectory(options.control(manifest)).refuse_one_in_use()
     return restoration.restore(directory.absolute(), criu_tool.find(settings.criu), settings, options)
 
 
@@ -101,11 +119,12 @@ def restore_command(
 @click.argument("directory", metavar="DIR", type=FOLDER)
 @click.option("--criu", metavar="PATH", help=CRIU_HELP)
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
-def inspect_command(directory: Path, criu: str | None, as_json: bool) -> int:
+@click.option("--verify", is_flag=True, help="Read all of the image, not samples: finds a single flipped bit.")
+def inspect_command(directory: Path, criu: str | None, as_json: bool, verify: bool) -> int:
     """Say what DIR holds and whether it can be brought back here: exit status 0 if so, 1 if not."""
 
     from nvsnap_launch.snapshot import inspect
 
-    report = inspect.inspect(directory.absolute(), Settings.load(criu=criu).criu)
+    report = inspect.inspect(directory.absolute(), Settings.load(criu=criu).criu, verify)
     click.echo(json.dumps(report, indent=1, sort_keys=True) if as_json else inspect.words(report))
     return 0 if report["restorable"] else 1

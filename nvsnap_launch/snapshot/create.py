@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
 import time
@@ -26,13 +27,14 @@ from nvsnap_hooks import metadata as metadata_file
 from nvsnap_launch import client, processes
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
-from nvsnap_launch.rescue import LOCK_FILE, UNFINISHED, lock
+from nvsnap_launch.rescue import UNFINISHED, lock
+from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot import manifest as manifests
-from nvsnap_launch.snapshot import obstacles, saved
+from nvsnap_launch.snapshot import obstacles, saved, surroundings
 from nvsnap_launch.snapshot import tree as proc
 from nvsnap_launch.snapshot.criu import Criu
 from nvsnap_launch.snapshot.errors import Interrupted, SnapshotError
-from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Launcher, Manifest, OuterFile, Stream
+from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Hooks, Launcher, Manifest, OuterFile, Stream
 from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.pending import pending
 from nvsnap_launch.snapshot.progress import Clock, say, size_text
@@ -46,7 +48,6 @@ UNDO_SECONDS = 180.0
 LOCK_SECONDS = 1.0  # the launcher takes the lock for a moment when it asks whether a driver lives
 SHARED_MEMORY_SECONDS = 600.0
 POLL_SECONDS = 0.02
-INNER_PARTIAL = ".partial"  # in an existing folder; else the folder's own name with this at its end
 LOST_AND_FOUND = "lost+found"
 PARTS = (IMAGES_DIR, manifests.DATA_DIR, manifests.MANIFEST_FILE)  # of a snapshot; what makes it one comes last
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -56,10 +57,10 @@ CONTROL_FILES = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FIL
 
 @dataclass(frozen=True)
 class Options:
-    """``prepare_timeout``: seconds that the prepare may take."""
+    """``prepare_timeout``: seconds that the prepare may take; None: as long as the engine gives itself."""
 
     leave_running: bool = False
-    prepare_timeout: float = 180.0
+    prepare_timeout: float | None = None
 
 
 def create(directory: Path, control: ControlDirectory, criu: Criu, options: Options) -> Manifest:
@@ -163,7 +164,7 @@ def take_lock(control: ControlDirectory) -> int:
         except FileNotFoundError:
             raise SnapshotError(f"no engine with hooks is running under {control.path}", protocol.EXIT_USAGE) from None
         except OSError as error:
-            text = f"{control.path / LOCK_FILE} cannot be locked: {error.strerror}"
+            text = f"{control.path / protocol.DUMP_LOCK} cannot be locked: {error.strerror}"
             raise SnapshotError(text, protocol.EXIT_USAGE) from error
 
 
@@ -221,7 +222,8 @@ def refuse_taken(directory: Path) -> None:
 def is_free(directory: Path) -> bool:
     """Whether a folder is empty but for what a killed driver left there, and for what a new file system has."""
     names = {entry.name for entry in directory.iterdir()} - {LOST_AND_FOUND}
-    return not names or (INNER_PARTIAL in names and names <= {INNER_PARTIAL, *PARTS})
+    inner = manifests.INNER_PARTIAL
+    return not names or (inner in names and names <= {inner, *PARTS})
 
 
 def refuse_what_never_works(tree: Tree) -> None:
@@ -266,7 +268,8 @@ class Creation:
     ) -> None:
         self.directory = directory
         self.inside = directory.is_dir()
-        self.partial = directory / INNER_PARTIAL if self.inside else directory.with_name(directory.name + ".partial")
+        inner, beside = manifests.partials(directory)
+        self.partial = inner if self.inside else beside
         self.control = control
         self.criu = criu
         self.options = options
@@ -421,7 +424,13 @@ class Creation:
             "incarnation": self.incarnation(status),
             "cwd": sorted({str(item) for item in map(proc.working_directory, self.tree.pids) if item}),
             "listening": proc.listening(self.tree),
+            "packages": surroundings.packages(self.tree.files, self.tree.mapped_paths()),
+            "hooks": self.hooks(),
         }
+
+    def hooks(self) -> Hooks:
+        path = self.config.hooks_dir
+        return Hooks(path=path, sha256=surroundings.code_digest(self.tree.files / path.lstrip("/")))
 
     def incarnation(self, status: dict[str, Any]) -> str | None:
         """What the metadata shows now: only another one tells the engine that it was restored."""
@@ -450,12 +459,15 @@ class Creation:
             metadata=self.config.metadata,
             cookie=self.config.cookie,
             launcher=self.config.launcher,
+            machine=platform.machine(),
+            cpu=surroundings.cpu_features(),
             kernel=os.uname().release,
             criu=self.criu.version_text,
             streams=streams,
             saved=keeper.save(memory),
-            control=keeper.save(own),
+            control=keeper.save(own, Owner(facts["uid"], facts["gid"])),
             outer=outer,
+            unnamed=find_unnamed(self.tree),
             files=[],
             seconds={},
             **facts,
@@ -552,6 +564,7 @@ class HooksConfig:
     """What the launcher told the leader; paths as the tree sees them."""
 
     control_dir: str
+    hooks_dir: str
     cookie: str
     metadata: str
     launcher: Launcher
@@ -570,6 +583,7 @@ def hooks_config(tree: Tree, cookie: str) -> HooksConfig:
             if value["cookie"] == cookie:
                 return HooksConfig(
                     control_dir=str(value["control_dir"]),
+                    hooks_dir=str(value["hooks_dir"]),
                     cookie=cookie,
                     metadata=str(value["metadata"]),
                     launcher=Launcher.model_validate(value),
@@ -587,12 +601,12 @@ def signal_name(number: int) -> str:
 
 
 def same_namespaces(pid: int) -> bool:
-    """Whether a process lives in our PID and mount namespace."""
+    """Whether a process lives in our namespaces, of those that CRIU would dump."""
 
     def inode(who: str, kind: str) -> int:
         return (proc.PROC / who / "ns" / kind).stat().st_ino
 
-    return all(inode(str(pid), kind) == inode("self", kind) for kind in ("pid", "mnt"))
+    return all(inode(str(pid), kind) == inode("self", kind) for kind in criu_tool.NAMESPACES)
 
 
 def remove_left_over(partial: Path) -> None:
@@ -640,6 +654,12 @@ def find_outer(tree: Tree, known: set[str]) -> list[OuterFile]:
             continue
         found.append(OuterFile(path=path, size=place.stat().st_size))
     return found
+
+
+def find_unnamed(tree: Tree) -> list[str]:
+    """Names of files that the tree has open or mapped and that were removed."""
+    gone = {path.removesuffix(proc.DELETED) for path in tree.paths() if path.endswith(proc.DELETED)}
+    return sorted(path for path in gone if (tree.files / path.lstrip("/")).parent.is_dir() and path.count("/") > 1)
 
 
 def remove_below(folder: int, names: set[str]) -> None:

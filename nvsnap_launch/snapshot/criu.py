@@ -30,8 +30,12 @@ COMMON_FLAGS = (
     *("--tcp-close", "--skip-in-flight", "--link-remap", "--ghost-limit", str(GHOST_LIMIT), "--file-locks"),
     *("--network-lock", "skip", "--manage-cgroups=ignore", "-v4"),
 )
-# Printed by every run of an unprivileged-limits container, and harmless.
-HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't keep kdat cache")
+# nsenter's flags: the namespaces that a restored tree may have of its own, and that are not for CRIU to carry.
+NAMESPACES = {"pid": "-p", "mnt": "-m", "net": "-n", "ipc": "-i", "uts": "-u"}
+ENTER = tuple(NAMESPACES.values())
+NO_FOLDER = "/proc"  # where restore's statistics would go: nowhere, so that a killed one leaves no folder
+# Printed by every run of an unprivileged-limits container, or for want of a folder, and harmless.
+HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't keep kdat cache", "stats-restore")
 POLL_SECONDS = 0.02
 
 
@@ -58,28 +62,45 @@ class Criu:
     def dump(self, root: int, images: Path, enter: int | None = None) -> None:
         """Freeze the tree under ``root`` (its PID where CRIU runs) and leave it stopped.
 
-        ``enter``: PID of a process whose PID and mount namespace CRIU must run in.
+        ``enter``: PID of a process whose namespaces CRIU must run in, or it would dump them as well.
         Raises SnapshotError with CRIU's error lines, Interrupted after a signal; the tree may then be left stopped.
         """
         descriptor = os.open(images, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            prefix = [] if enter is None else ["nsenter", "-t", str(enter), "-p", "-m", "--"]
+            prefix = [] if enter is None else ["nsenter", "-t", str(enter), *ENTER, "--"]
             # Through the descriptor, so that the folder need not be visible in the other mount namespace.
-            place = f"/proc/self/fd/{descriptor}"
+            place = str(descriptor_path(descriptor))
             command = [*prefix, self.path, "dump", "-t", str(root), "-D", place, "-o", LOG_DUMP, "--leave-stopped"]
             run_criu([*command, *COMMON_FLAGS], images / LOG_DUMP, "dump", [descriptor])
         finally:
             os.close(descriptor)
 
-    def restore(self, images: Path, work: Path, log: Path, inherited: Sequence[tuple[int, str]]) -> None:
-        """Bring the tree back as a child of this process. ``inherited``: (descriptor, path it stands for).
+    def restore(self, images: Path, log: int, inherited: Sequence[tuple[int, str]]) -> None:
+        """Bring the tree back as a child of this process. ``log``: descriptor; ``inherited``: (descriptor, path it stands for).
 
         Raises SnapshotError with CRIU's error lines, Interrupted after a signal.
         """
-        command = [self.path, "restore", "-d", "--restore-sibling", "-D", str(images), "-W", str(work), "-o", str(log)]
+        words = descriptor_path(log)
+        command = [
+            self.path,
+            "restore",
+            "-d",
+            "--restore-sibling",
+            "-D",
+            str(images),
+            "-W",
+            NO_FOLDER,
+            "-o",
+            str(words),
+        ]
         for descriptor, path in inherited:
             command += ["--inherit-fd", f"fd[{descriptor}]:{path.lstrip('/')}"]
-        run_criu([*command, *COMMON_FLAGS], log, "restore", [descriptor for descriptor, _ in inherited])
+        run_criu([*command, *COMMON_FLAGS], words, "restore", [log, *(descriptor for descriptor, _ in inherited)])
+
+
+def descriptor_path(descriptor: int) -> Path:
+    """A name for an open file, here and in a child that inherits it."""
+    return Path(f"/proc/self/fd/{descriptor}")
 
 
 def find(named: str | None) -> Criu:

@@ -10,13 +10,16 @@ from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import Manifest
 from nvsnap_launch.snapshot.progress import size_text
-from nvsnap_launch.snapshot.restore import ids_in_use, reasons
+from nvsnap_launch.snapshot.reasons import ids_in_use, reasons, taken_addresses
 
 
-def inspect(directory: Path, criu: str | None) -> dict[str, Any]:
-    """The facts of a snapshot. Raises SnapshotError when it is none (64) or its manifest is damaged (74)."""
+def inspect(directory: Path, criu: str | None, whole: bool = False) -> dict[str, Any]:
+    """The facts of a snapshot; ``whole``: read all of it.
+
+    Raises SnapshotError when it is none (64) or its manifest is damaged (74).
+    """
     manifest = manifests.load(directory)
-    against = why_not(directory, manifest, criu)
+    against = why_not(directory, manifest, criu, whole)
     in_use = ids_in_use(manifest)
     return {
         "directory": str(directory),
@@ -25,6 +28,7 @@ def inspect(directory: Path, criu: str | None) -> dict[str, Any]:
         "engine": manifest.engine,
         "generation": manifest.generation,
         "incarnation": manifest.incarnation,
+        "machine": manifest.machine,
         "kernel": manifest.kernel,
         "criu": manifest.criu,
         "control_dir": manifest.control_dir,
@@ -38,6 +42,7 @@ def inspect(directory: Path, criu: str | None) -> dict[str, Any]:
         "shared_memory_files": sum(len(file.names) for file in manifest.saved),
         "size_bytes": manifest.size,
         "seconds": manifest.seconds,
+        "addresses": taken_addresses(manifest),
         "pids_in_use": in_use,
         "pid_namespace": "new" if in_use else "any",
         "restorable": not against,
@@ -45,12 +50,12 @@ def inspect(directory: Path, criu: str | None) -> dict[str, Any]:
     }
 
 
-def why_not(directory: Path, manifest: Manifest, criu: str | None) -> list[str]:
+def why_not(directory: Path, manifest: Manifest, criu: str | None, whole: bool) -> list[str]:
     try:
         found, missing = criu_tool.find(criu), []
     except SnapshotError as error:
         found, missing = None, [str(error)]
-    return [reason.text for reason in reasons(directory, manifest, found)] + missing
+    return [reason.text for reason in reasons(directory, manifest, found, whole)] + missing
 
 
 def words(report: dict[str, Any]) -> str:
@@ -68,6 +73,7 @@ def words(report: dict[str, Any]) -> str:
     if report["restorable"]:
         how = "in a new PID namespace (some of its process numbers are in use)" if report["pids_in_use"] else "here"
         lines.append(f"  can be restored {how}")
+        lines += [f"  not now: {text}" for text in report["addresses"]]
     else:
         lines += ["  cannot be restored here:", *(f"    {reason}" for reason in report["reasons"])]
     return "\n".join(lines)

@@ -1,4 +1,7 @@
-"""A PID and mount namespace of its own for a restored tree, so that its process numbers are free.
+"""PID, mount and IPC namespaces of its own for a restored tree, so that its process numbers and /dev/shm are free.
+
+The network and the host name are those of this process: who wants others gives them to this command (`ip netns exec`,
+`unshare --uts`), so that they can be set up before.
 
 The calling process stays outside: it passes signals on and exits as the inner one does. The inner one is PID 1 there
 and dies with the outer one (PR_SET_PDEATHSIG), and the kernel then ends everything in the namespace.
@@ -14,6 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from nvsnap_launch import libc, signals
 from nvsnap_launch.hooktree import protocol
@@ -79,8 +83,8 @@ def inner(work: Callable[[Tether], int], watched: int) -> int:
 
 def own_mounts() -> None:
     size = shm_size()
-    with failing("a mount namespace cannot be made"):
-        libc.unshare(libc.CLONE_NEWNS)
+    with failing("mount and IPC namespaces cannot be made"):
+        libc.unshare(libc.CLONE_NEWNS | libc.CLONE_NEWIPC)
     mount("none", "/", None, libc.MS_REC | libc.MS_PRIVATE)
     mount("proc", "/proc", "proc", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC)
     if os.path.isdir("/dev/shm"):  # noqa: PTH112
@@ -96,9 +100,9 @@ def shm_size() -> str:
     return f",size={info.f_blocks * info.f_frsize}" if info.f_blocks else ""
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+def mount(source: str, target: str | Path, kind: str | None, flags: int, data: str = "") -> None:
     with failing(f"{target} cannot be mounted"):
-        libc.mount(source, target, kind, flags, data)
+        libc.mount(source, str(target), kind, flags, data)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,8 @@ class Owner:
         if self.is_us:
             yield
             return
-        uid, gid = os.geteuid(), os.getegid()
+        uid, gid, groups = os.geteuid(), os.getegid(), os.getgroups()
+        os.setgroups([self.gid])
         os.setegid(self.gid)
         os.seteuid(self.uid)
         try:
@@ -38,6 +39,7 @@ class Owner:
         finally:
             os.seteuid(uid)
             os.setegid(gid)
+            os.setgroups(groups)
             self._tell()
 
     def make_folder(self, path: Path) -> None:

@@ -8,10 +8,9 @@ the snapshot are done as root: all else, and the supervision, as the user that t
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 import uuid
@@ -20,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from nvsnap_hooks import environment
 from nvsnap_hooks import metadata as metadata_file
 
-from nvsnap_launch import client, signals
+from nvsnap_launch import client, libc, signals
 from nvsnap_launch.controldir import ControlDirectory, ControlDirectoryError
 from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import procfs, protocol
@@ -31,15 +31,14 @@ from nvsnap_launch.settings import Settings
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import namespace, saved
 from nvsnap_launch.snapshot import tree as proc
-from nvsnap_launch.snapshot.criu import Criu
+from nvsnap_launch.snapshot.criu import Criu, descriptor_path
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Manifest
 from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.progress import Clock, say
+from nvsnap_launch.snapshot.reasons import EXIT_FAILED, EXIT_REFUSED, Reason, ids_in_use, reasons, taken_addresses
 from nvsnap_launch.tree import become_subreaper
 
-EXIT_FAILED = protocol.EXIT_RESTORE_FAILED
-EXIT_REFUSED = protocol.EXIT_USAGE
 RESTORE_LOG = "criu-restore.log"
 SAFE_UMASK = 0o022  # nobody else may write into a folder that we make on the way
 LOCK_SECONDS = 10.0
@@ -55,20 +54,27 @@ Telling = Literal["told", "write", "ask"]
 
 @dataclass(frozen=True)
 class Options:
-    """``wait_timeout``: seconds until the server must serve again. ``env``: values that changed, None unsets."""
+    """``wait_timeout``: seconds until the server must serve again. ``env``: values that changed, None unsets.
+
+    ``control_dir``: the folder that is the control directory here. The tree goes on using its path of then, where it is
+    mounted.
+    """
 
     pid_namespace: Namespace = "auto"
     wait_timeout: float = 300.0
     env: dict[str, str | None] = field(default_factory=dict)
+    control_dir: Path | None = None
 
+    def control(self, manifest: Manifest) -> Path:
+        return self.control_dir or Path(manifest.control_dir)
 
-@dataclass(frozen=True)
-class Reason:
-    """Why a snapshot can't be brought back here; ``about`` is what reasons of one kind have in common."""
+    def elsewhere(self, manifest: Manifest) -> bool:
+        return self.control(manifest) != Path(manifest.control_dir)
 
-    text: str
-    exit_code: int
-    about: str = ""
+    def metadata(self, manifest: Manifest) -> Path:
+        """The metadata file by its name here."""
+        path, inner = Path(manifest.metadata), Path(manifest.control_dir)
+        return self.control(manifest) / path.relative_to(inner) if path.is_relative_to(inner) else path
 
 
 def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -> int:
@@ -77,80 +83,49 @@ def restore(directory: Path, criu: Criu, settings: Settings, options: Options) -
     Raises SnapshotError: 64 refused, 74 damaged or failed.
     """
     manifest = manifests.load(directory)
-    refuse(directory, manifest, criu, settings, options)
+    refuse(directory, manifest, criu, options)
     signals.block()
     os.umask(os.umask(SAFE_UMASK) | SAFE_UMASK)
     # The tree goes on blocking the signals that it was started with.
     settings = settings.model_copy(update=manifest.launcher.model_dump())
     work = Restoration(directory, manifest, criu, settings, options)
-    if not wants_namespace(manifest, options.pid_namespace):
+    if not wants_namespace(manifest, options):
         return work.run()
     return namespace.run_inside(work.run)
 
 
-def reasons(directory: Path, manifest: Manifest, criu: Criu | None) -> list[Reason]:
-    """All that stands in the way of a restore here, whatever its options; ``criu`` None: none was found."""
-    found = [] if os.geteuid() == 0 else [Reason("restoring a snapshot needs root (CRIU does)", EXIT_REFUSED)]
-    damaged, missing = f"{directory} is damaged:", "the tree would not find its files again:"
-    found += [Reason(text, EXIT_FAILED, damaged) for text in manifests.problems(directory, manifest)]
-    found += [Reason(text, EXIT_FAILED, missing) for text in missing_files(manifest)]
-    if criu is not None:
-        found += [Reason(text, EXIT_REFUSED) for text in criu_problems(manifest, criu)]
-    return found
-
-
-def criu_problems(manifest: Manifest, criu: Criu) -> list[str]:
-    made = tuple(int(part) for part in manifest.criu.split("."))
-    if criu.version[:2] < made[:2]:
-        return [f"the image was made by CRIU {manifest.criu}, here is the older {criu.version_text}"]
-    try:
-        criu.check()
-    except SnapshotError as error:
-        return [str(error)]
-    return []
-
-
-def refuse(directory: Path, manifest: Manifest, criu: Criu, settings: Settings, options: Options) -> None:
-    if settings.control_dir and Path(settings.control_dir).absolute() != Path(manifest.control_dir):
-        text = f"the snapshot was made with the control directory {manifest.control_dir}"
-        raise SnapshotError(
-            f"{text}, and its processes go on using it: it cannot be {settings.control_dir}", EXIT_REFUSED
-        )
+def refuse(directory: Path, manifest: Manifest, criu: Criu, options: Options) -> None:
+    """Raises SnapshotError with all reasons of the first kind that there is."""
+    not_without_namespace(manifest, options)
+    _, refused = environment.split(options.env, manifest.launcher.env_allow)
+    if refused:
+        text = f"--env and --unset: the engine does not take {', '.join(refused)} from its metadata"
+        raise SnapshotError(f"{text}: see NVSNAP_ENV_ALLOW of the launcher that starts it", EXIT_REFUSED)
     found = reasons(directory, manifest, criu)
+    found += [Reason(text, EXIT_REFUSED) for text in taken_addresses(manifest)]
     if found:
         first = found[0]
         same = [reason.text for reason in found if reason.about == first.about][:SHOWN]
         raise SnapshotError("\n  ".join([first.about, *same]) if first.about else first.text, first.exit_code)
-    used = ids_in_use(manifest)
-    if options.pid_namespace == "current" and used:
-        text = f"process numbers of the snapshot are in use here ({', '.join(map(str, used[:5]))})"
-        raise SnapshotError(f"{text}: use --pid-namespace new", EXIT_REFUSED)
     how_to_tell(manifest, options)
 
 
-def missing_files(manifest: Manifest) -> list[str]:
-    """Files and folders outside the snapshot that CRIU will look for: gone, or of another size."""
-    found = [f"{path}: no such folder" for path in manifest.cwd if not Path(path).is_dir()]
-    for file in manifest.outer:
-        try:
-            size = Path(file.path).stat().st_size
-        except OSError as error:
-            found.append(f"{file.path}: {error.strerror}")
-            continue
-        if size != file.size:
-            found.append(f"{file.path} has {size} bytes instead of {file.size}")
-    return found
+def not_without_namespace(manifest: Manifest, options: Options) -> None:
+    if options.pid_namespace != "current":
+        return
+    used = ids_in_use(manifest)
+    if used:
+        text = f"process numbers of the snapshot are in use here ({', '.join(map(str, used[:5]))})"
+        raise SnapshotError(f"{text}: use --pid-namespace new", EXIT_REFUSED)
+    if options.elsewhere(manifest):
+        text = f"the processes of the snapshot use the control directory {manifest.control_dir}"
+        raise SnapshotError(f"{text}: for another in its place, use --pid-namespace new", EXIT_REFUSED)
 
 
-def ids_in_use(manifest: Manifest) -> list[int]:
-    """Process and thread numbers of the snapshot that exist in this PID namespace."""
-    return [number for number in manifest.ids if os.path.exists(f"/proc/{number}")]  # noqa: PTH110
-
-
-def wants_namespace(manifest: Manifest, choice: Namespace) -> bool:
-    if choice == "auto":
-        return os.getpid() != 1 or bool(ids_in_use(manifest))
-    return choice == "new"
+def wants_namespace(manifest: Manifest, options: Options) -> bool:
+    if options.pid_namespace == "auto":
+        return os.getpid() != 1 or bool(ids_in_use(manifest)) or options.elsewhere(manifest)
+    return options.pid_namespace == "new"
 
 
 def how_to_tell(manifest: Manifest, options: Options) -> Telling:
@@ -158,7 +133,7 @@ def how_to_tell(manifest: Manifest, options: Options) -> Telling:
 
     Raises SnapshotError: 74 for metadata that can't be read, 64 for values that can't reach the engine.
     """
-    path = Path(manifest.metadata)
+    path = options.metadata(manifest)
     try:
         shown = metadata_file.read_until(str(path), METADATA_SECONDS)
     except metadata_file.MetadataError as error:
@@ -168,7 +143,7 @@ def how_to_tell(manifest: Manifest, options: Options) -> Telling:
         if options.env:
             raise SnapshotError(f"--env and --unset: {path} already tells the engine; change it there", EXIT_REFUSED)
         return "told"
-    if ours and path == Path(manifest.control_dir) / protocol.METADATA_FILE:
+    if ours and path == options.control(manifest) / protocol.METADATA_FILE:
         return "write"
     if options.env:
         raise SnapshotError(f"--env and --unset need a metadata file of ours, but {path} is not", EXIT_REFUSED)
@@ -186,6 +161,16 @@ def end_what_criu_left() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+@contextlib.contextmanager
+def nameless_log() -> Iterator[int]:
+    """A log for CRIU, in memory: however this process ends, nothing of it stays."""
+    descriptor = os.memfd_create(RESTORE_LOG)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class Restoration:
@@ -206,7 +191,7 @@ class Restoration:
         """``tether`` binds this process to the one that waits for it outside the namespace."""
         owner = Owner(self.manifest.uid, self.manifest.gid, tether.fasten if tether else None)
         try:
-            owner.make_folder(self.control.path)
+            self.mount_control(owner)
             with owner.acting():
                 self.take_control()
             with self.clock.step("files"):
@@ -217,10 +202,28 @@ class Restoration:
                 self.bring_back(owner)
             owner.become()
             return self.supervise(must_ask=telling == "ask")
+        except ControlDirectoryError as error:
+            raise SnapshotError(str(error), EXIT_REFUSED) from error
         except (OSError, LogError) as error:
             raise SnapshotError(f"restore failed: {error}", EXIT_FAILED) from error
         finally:
             self.clean_up()
+
+    def mount_control(self, owner: Owner) -> None:
+        """Make the control directory, and where it is elsewhere than then, mount it there."""
+        owner.make_folder(self.control.path)
+        if not self.options.elsewhere(self.manifest):
+            return
+        here = self.options.control(self.manifest)
+        owner.make_folder(here)
+        with owner.acting():
+            ControlDirectory(here).create()
+            descriptor = os.open(here, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # What was opened and checked, and not what may be there under this name by now.
+            namespace.mount(f"/proc/self/fd/{descriptor}", self.control.path, None, libc.MS_BIND)
+        finally:
+            os.close(descriptor)
 
     def take_control(self) -> None:
         """Own the control directory. The old launcher may need a moment to end after ``create``."""
@@ -233,7 +236,7 @@ class Restoration:
             except ControlDirectoryError as error:
                 ending = (self.control.dump() or {}).get("phase") == "done" and "in use" in str(error)
                 if not ending or time.monotonic() > deadline:
-                    raise SnapshotError(str(error), EXIT_REFUSED) from error
+                    raise
                 time.sleep(POLL_SECONDS)
 
     # -- files ------------------------------------------------------------------------------------------------
@@ -278,19 +281,18 @@ class Restoration:
     def bring_back(self, owner: Owner) -> None:
         become_subreaper()
         namespace.keep_clear(self.manifest.ids)
-        work = Path(tempfile.mkdtemp(prefix="criu-"))
-        log = work / RESTORE_LOG
-        try:
-            with self.open_streams(owner) as streams:
-                self.criu.restore(self.directory / IMAGES_DIR, work, log, streams)
-        except SnapshotError as error:
-            end_what_criu_left()
-            if error.exit_code == 1:
-                error.exit_code = EXIT_FAILED
-            raise
-        finally:
-            self.keep_log(log, owner)
-            shutil.rmtree(work, ignore_errors=True)
+        with nameless_log() as log:
+            try:
+                with self.open_streams(owner) as streams:
+                    self.criu.restore(self.directory / IMAGES_DIR, log, streams)
+            except SnapshotError as error:
+                end_what_criu_left()
+                self.remove_ghosts()
+                if error.exit_code == 1:
+                    error.exit_code = EXIT_FAILED
+                raise
+            finally:
+                self.keep_log(log, owner)
         root = self.manifest.root_pid
         found = procfs.stat(root)
         if found is None or found[0] != os.getpid() or not procfs.alive(root):
@@ -298,10 +300,16 @@ class Restoration:
                 os.kill(root, signal.SIGKILL)
             raise SnapshotError(f"CRIU reported success, but process {root} is not our child", EXIT_FAILED)
 
-    def keep_log(self, log: Path, owner: Owner) -> None:
+    def remove_ghosts(self) -> None:
+        """Names under which CRIU makes the tree's unnamed files, for a moment, if nothing interrupts it."""
+        for name in self.manifest.unnamed:
+            path = Path(name)
+            saved.remove(map(str, path.parent.glob(f"{glob.escape(path.name)}.cr.*.ghost")))
+
+    def keep_log(self, log: int, owner: Owner) -> None:
         """CRIU writes its log as root, and root writes nothing into a folder of another user."""
         with contextlib.suppress(OSError):
-            text = log.read_bytes()
+            text = descriptor_path(log).read_bytes()
             with owner.acting():
                 (self.control.path / RESTORE_LOG).write_bytes(text)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvsnap_launch.snapshot.manifest import DATA_DIR, SavedFile
+from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.tree import DELETED, Tree
 
 SHM = "/dev/shm/"
@@ -56,38 +57,52 @@ class Keeper:
     files: Path
     count: int = 0
 
-    def save(self, names: Iterable[str]) -> list[SavedFile]:
+    def save(self, names: Iterable[str], owner: Owner | None = None) -> list[SavedFile]:
         """Save regular files by their names in the tree's file system. A name that is gone is skipped.
 
-        Raises OSError.
+        ``owner``: who reads them, where that user could put a link to somebody else's in their place. Raises OSError.
         """
-        groups: dict[tuple[int, int], list[str]] = {}
-        for name in sorted(set(names)):
-            with contextlib.suppress(FileNotFoundError):
-                info = self.place(name).lstat()
-                if stat.S_ISREG(info.st_mode):
-                    groups.setdefault((info.st_dev, info.st_ino), []).append(name)
-        return [self.save_one(group) for group in groups.values()]
+        with contextlib.ExitStack() as opened:
+            # Opened first: another user may not look into the tree's file system from outside.
+            root = os.open(self.files, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, root)
+            sources: dict[tuple[int, int], tuple[int, list[str]]] = {}
+            with owner.acting() if owner else contextlib.nullcontext():
+                for name in sorted(set(names)):
+                    source = open_regular(root, name.lstrip("/"))
+                    if source is None:
+                        continue
+                    opened.callback(os.close, source)
+                    info = os.fstat(source)
+                    sources.setdefault((info.st_dev, info.st_ino), (source, []))[1].append(name)
+            return [self.save_one(source, group) for source, group in sources.values()]
 
-    def place(self, name: str) -> Path:
-        return self.files / name.lstrip("/")
-
-    def save_one(self, names: list[str]) -> SavedFile:
+    def save_one(self, source: int, names: list[str]) -> SavedFile:
         blob = f"{DATA_DIR}/{self.count}"
         self.count += 1
         (self.directory / DATA_DIR).mkdir(exist_ok=True)
-        source = os.open(self.place(names[0]), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        target = os.open(self.directory / blob, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            target = os.open(self.directory / blob, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                size = copy_sparse(source, target)
-            finally:
-                os.close(target)
-            info = os.fstat(source)
+            size = copy_sparse(source, target)
         finally:
-            os.close(source)
+            os.close(target)
+        info = os.fstat(source)
         mode = stat.S_IMODE(info.st_mode)
         return SavedFile(names=names, blob=blob, size=size, mode=mode, uid=info.st_uid, gid=info.st_gid)
+
+
+def open_regular(folder: int, name: str) -> int | None:
+    """A descriptor to read a regular file from; None where there is none of this name. Raises OSError."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # gone, a link, a socket
+            return None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def shared_memory(tree: Tree) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -16,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nvsnap_launch.hooktree import HOOKS_DIR
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot.manifest import Manifest
+from nvsnap_launch.snapshot.surroundings import code_digest
 
 STAND_IN = Path(__file__).with_name("driver_tree.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +219,11 @@ def write_snapshot(directory: Path, control: Path, **changes: object) -> None:
         "engine": {"name": "stand-in"},
         "generation": 1,
         "incarnation": None,
-        "kernel": "6.1",
+        "machine": platform.machine(),
+        "cpu": [],
+        "kernel": "5.10",
+        "packages": {},
+        "hooks": {"path": str(HOOKS_DIR), "sha256": code_digest(HOOKS_DIR)},
         "criu": "4.1.1",
         "cwd": [str(directory)],
         "listening": [],
@@ -224,6 +231,7 @@ def write_snapshot(directory: Path, control: Path, **changes: object) -> None:
         "saved": [],
         "control": [],
         "outer": [],
+        "unnamed": [],
         "files": manifests.collect(directory),
         "seconds": {},
     }

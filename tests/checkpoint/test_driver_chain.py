@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
@@ -162,8 +161,17 @@ def test_criu_failing_at_the_restore_leaves_nothing(lab: Lab) -> None:
     launcher = lab.launch()
     assert lab.create().returncode == 0
     assert launcher.wait(20) == 0
-    with socket.create_server(("127.0.0.1", lab.port)):  # CRIU cannot bind the listener again
-        failed = lab.run("snapshot", "restore", str(lab.image))
+    # Somebody takes the address after it was found to be free.
+    taker = lab.folder / "criu-that-comes-late"
+    taker.write_text(f"""#!{sys.executable}
+import os, socket, sys
+if sys.argv[1] == "restore":
+    late = socket.create_server(("127.0.0.1", {lab.port}))
+    late.set_inheritable(True)
+os.execv("{lab.criu}", sys.argv)
+""")
+    taker.chmod(0o755)
+    failed = lab.run("snapshot", "restore", str(lab.image), "--criu", str(taker))
     assert failed.returncode == 74
     assert "CRIU restore ended with" in failed.stderr
     assert "Error (" in failed.stderr, "CRIU's own words"

@@ -117,7 +117,12 @@ def test_the_phase_is_written_as_the_engines_user(tmp_path: Path, criu: str) -> 
     victim.chmod(0o600)
     (control.path / f"dump.json.{os.getpid()}.tmp").symlink_to(victim)
     config = create.HooksConfig(
-        str(control.path), "cookie", "/metadata", Launcher(prepare_signal=10, restore_signal=12, agent="signals"), False
+        str(control.path),
+        "/hooks",
+        "cookie",
+        "/metadata",
+        Launcher(prepare_signal=10, restore_signal=12, agent="signals"),
+        False,
     )
     engine = create.Engine(os.getpid(), Tree(os.getpid(), [os.getpid()]), config)
     creation = create.Creation(tmp_path / "image", control, criu_tool.find(criu), create.Options(), engine)
