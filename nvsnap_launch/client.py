@@ -24,6 +24,7 @@ _LAST_WORDS_S = 2.0  # how long a dead engine's launcher may take to write the o
 _START_S = 300.0  # for an engine that has not said how long it takes: it is starting
 _NEXT_S = 5.0  # for a launcher that was started just now to take a directory that was used before
 _SLACK_S = 10.0  # beyond the engine's own deadline, for it to say so
+_NOTHING_S = 2.0  # for an engine to say that there is nothing to restore: too little time is no failure then
 
 
 class RequestFailed(UserError):
@@ -41,7 +42,10 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
     None waits as long as the engine's own deadline, which status.json tells, and a little more. Raises RequestFailed:
     refused, undone, nobody there, died meanwhile, or not answered in time.
     """
-    watch = _Watch(control, _START_S if timeout is None else timeout)
+    seconds = _START_S if timeout is None else timeout
+    if action == protocol.RESTORE and (control.status() or {}).get("state") == protocol.SERVING:
+        seconds = max(seconds, _NOTHING_S)
+    watch = _Watch(control, seconds)
     told = timeout is not None
     if not watch.somebody():
         raise RequestFailed(control.unreadable() or f"no engine is running under {control.path}")
@@ -55,9 +59,9 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
             if identity in (last.get("requests") or ()):
                 return _judge(last, action)
             _stop_if_over(status)
-            if not told and (seconds := _own_deadline(status, action)):
+            if not told and (own := _own_deadline(status, action)):
                 told = True
-                watch.limit(seconds + _SLACK_S)
+                watch.limit(own + _SLACK_S)
             watch.pause(f"{action} was not finished")
     except BaseException:
         _withdraw(path, identity)
@@ -84,22 +88,24 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
     """Wait up to ``timeout`` seconds for a state; returns status.json. Raises RequestFailed. ``ready`` is serving,
     ``alive`` any state but an end: also starting, prepared and restoring, when nothing answers.
 
-    The end of an engine whose launcher is gone is waited over for 5 s, or as long as another launcher has the directory.
+    The end of an engine whose launcher is gone is waited over for 5 s, or as long as another launcher has the directory;
+    also where the end is what is waited for.
     """
     wanted = protocol.SERVING if state == READY else state
     if refusal := control.unreadable():
         raise RequestFailed(refusal)
-    watch = _Watch(control, timeout)
     earlier = _left_by_an_earlier_launcher(control)
     next_by = time.monotonic() + min(timeout, _NEXT_S)
+    watch = _Watch(control, timeout)
     while True:
         status = control.status() or {}
         found = status.get("state")
-        if _reached(wanted, status) and (wanted in _OVER or watch.somebody()):
-            return status
-        if status != earlier or not (time.monotonic() < next_by or (watch.has_time() and control.holder())):
+        another_may_come = time.monotonic() < next_by or (watch.has_time() and control.holder())
+        if status != earlier or not another_may_come:
+            if _reached(wanted, status) and (wanted in _OVER or watch.somebody()):
+                return status
             _stop_if_over(status)
-        if found == wanted:
+        if found == wanted and status != earlier:
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
             watch.pause(f"state {wanted} was not reached", launcher_may_come=True)

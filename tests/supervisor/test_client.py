@@ -75,6 +75,7 @@ def test_commands(launcher: Launcher, python: str) -> None:
     assert call("prepare") == (0, "prepare: ok in 0.500 s\n")
     assert call("wait", "ready", "--timeout", "0")[0] == 1
     assert call("restore") == (0, "restore: ok in 0.500 s\n")
+    assert call("restore", "--timeout", "0")[0] == 0, "nothing to restore is no failure, however little time there is"
     status, out = call("audit")
     assert status == 0
     assert "engine.py" in out

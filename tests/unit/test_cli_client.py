@@ -61,6 +61,18 @@ def test_what_an_earlier_launcher_left_is_waited_over(control: ControlDirectory,
         later.join()
 
 
+def test_an_end_that_an_earlier_launcher_left_is_not_that_of_the_next(control: ControlDirectory) -> None:
+    control.write_status("ended", exit={"code": 0, "reason": "exit status 0"})
+    next_one = threading.Timer(0.2, lambda: control.write_status("serving", leader=leader(os.getpid())))
+    its_end = threading.Timer(0.6, lambda: control.write_status("ended", exit={"code": 7, "reason": "exit status 7"}))
+    for timer in (next_one, its_end):
+        timer.start()
+    try:
+        assert client.wait_for(control, "ended", 20)["exit"]["code"] == 7
+    finally:
+        its_end.join()
+
+
 def test_waits_while_a_launcher_takes_the_directory(control: ControlDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes; its own end, and one without any launcher, are told at once."""
     monkeypatch.setattr(client, "_NEXT_S", 0.0)
