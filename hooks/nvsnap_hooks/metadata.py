@@ -2,7 +2,8 @@
 
 Understood: ours ``{"schema": 1, "incarnation": "…", "snapshot": "…", "env": {…}}``, ai-dynamo/snapshot's
 ``restore-context.json`` ``{"env": {…}}``, and nvsnap's ``metadata.json`` (``id``). Without an incarnation the content counts.
-A value in ``env`` is a string, or null to unset; a number is refused, since nobody could say how it is spelled.
+A value in ``env`` is a string, or null to unset; a number is refused, since nobody could say how it is spelled, and so is
+a key that is there twice, since nobody could say which one counts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SIZE_LIMIT = 1 << 20
+NAME_LIMIT = 60  # characters of a name in a message
 
 
 class MetadataError(Exception):
@@ -89,7 +91,9 @@ def _content(path: str, descriptor: int) -> bytes:
 
 def _parse(path: str, content: bytes) -> Metadata:
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
+    except _Twice as twice:
+        raise MetadataError(f"{path} has {_shown(str(twice))} twice") from None
     except ValueError:
         raise HalfWritten(f"{path} is not complete JSON") from None
     except RecursionError:
@@ -97,7 +101,7 @@ def _parse(path: str, content: bytes) -> Metadata:
     if not isinstance(value, dict):
         raise MetadataError(f"{path} must hold an object, not {type(value).__name__}")
     if value.get("schema", 1) != 1 or isinstance(value.get("schema"), bool):
-        raise MetadataError(f"{path} has schema {value.get('schema')!r}, this version reads 1")
+        raise MetadataError(f"{path} has schema {_shown(value.get('schema'))}, this version reads 1")
     incarnation = value.get("incarnation", value.get("id"))
     if incarnation is None:
         incarnation = "content:" + hashlib.sha256(content).hexdigest()[:32]
@@ -109,6 +113,23 @@ def _parse(path: str, content: bytes) -> Metadata:
     return Metadata(incarnation, snapshot, _env(path, value.get("env")))
 
 
+class _Twice(Exception):
+    """An object has a key twice; the text is the key."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _Twice(name)
+        found[name] = value
+    return found
+
+
+def _shown(thing: object) -> str:
+    return ascii(thing)[:NAME_LIMIT]
+
+
 def _env(path: str, env: Any) -> dict[str, str | None]:
     if env is None:
         return {}
@@ -116,11 +137,14 @@ def _env(path: str, env: Any) -> dict[str, str | None]:
         raise MetadataError(f"{path}: env must be an object, not {type(env).__name__}")
     for name, value in env.items():
         if not name or "=" in name or "\0" in name:
-            raise MetadataError(f"{path}: env has the impossible name {name!r}")
+            # What follows a = may be the value.
+            raise MetadataError(f"{path}: env has the impossible name {_shown(name.partition('=')[0])}")
         if value is not None and not isinstance(value, str):
-            raise MetadataError(f"{path}: env.{name} must be a string or null, not {type(value).__name__}")
+            raise MetadataError(
+                f"{path}: env.{name:.{NAME_LIMIT}} must be a string or null, not {type(value).__name__}"
+            )
         if not _encodable(name) or (value is not None and ("\0" in value or not _encodable(value))):
-            raise MetadataError(f"{path}: env.{name!a} holds what an environment can't")
+            raise MetadataError(f"{path}: env.{_shown(name)} holds what an environment can't")
     return env
 
 

@@ -115,7 +115,10 @@ def test_half_written(path: Path, content: bytes) -> None:
         ('{"env": {"MASTER_PORT": 29500}}', "env.MASTER_PORT must be a string or null, not int"),
         ('{"env": {"POD_IP": true}}', "env.POD_IP must be a string or null, not bool"),
         ('{"env": {"POD_IP": {"a": 1}}}', "env.POD_IP must be a string or null, not dict"),
-        ('{"env": {"A=B": "x"}}', "impossible name 'A=B'"),
+        ('{"env": {"A=B": "x"}}', "impossible name 'A'"),
+        ('{"incarnation": "i", "incarnation": "j"}', "has 'incarnation' twice"),
+        ('{"env": {"POD_IP": "1.1.1.1", "POD_IP": null}}', "has 'POD_IP' twice"),
+        ('{"env": {}, "other": {"a": 1, "a": 2}}', "has 'a' twice"),
         ('{"env": {"": "x"}}', "impossible name ''"),
         ('{"env": {"A\\u0000": "x"}}', "impossible name"),
         ('{"env": {"POD_IP": "a\\u0000b"}}', "'POD_IP' holds what an environment can't"),
@@ -139,10 +142,31 @@ def test_nested_without_end(path: Path, depth: int) -> None:
     assert protocol.read_json(path) is None
 
 
-@pytest.mark.parametrize("value", ["s3cret-value", "s3cret\0value"])
-def test_values_are_never_repeated(path: Path, value: str) -> None:
-    path.write_text(json.dumps({"env": {"HF_TOKEN": value, "POD_IP": 7}}))
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"env": {"HF_TOKEN": "s3cret", "POD_IP": 7}}',
+        '{"env": {"HF_TOKEN": "s3cret\\u0000"}}',
+        '{"env": {"HF_TOKEN=s3cret": ""}}',
+        '{"env": {"HF_TOKEN": "s3cret", "HF_TOKEN": "s3cret"}}',
+        '{"env": {"HF_TOKEN": ["s3cret"]}}',
+        '{"env": ["HF_TOKEN=s3cret"]}',
+        '{"env": "HF_TOKEN=s3cret"}',
+        '{"env": {"HF_TOKEN": "s3cret"',
+        '"s3cret"',
+        '{"incarnation": ["s3cret"]}',
+        '{"incarnation": "i", "snapshot": {"s3cret": 1}}',
+    ],
+)
+def test_values_are_never_repeated(path: Path, content: str) -> None:
+    path.write_text(content)
     assert "s3cret" not in refusal(path)
+
+
+def test_a_long_name_is_not_repeated_in_full(path: Path) -> None:
+    for content in ({"env": {"N" * 5000: 7}}, {"env": {"N" * 5000 + "=": "x"}}, {"schema": "N" * 5000}):
+        path.write_text(json.dumps(content))
+        assert len(refusal(path)) < len(str(path)) + 200
 
 
 def test_too_large(path: Path) -> None:
