@@ -27,7 +27,7 @@ test: test-fast setup
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu' $(PYTEST) || $(NO_TEST)
 
 test-fast: venv
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 2 --dist loadfile -m 'not engine and not criu and not gpu' $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu' $(PYTEST) || $(NO_TEST)
 
 check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nvsnap_launch import hooktree  # noqa: F401  (so that nvsnap_hooks is found)
+
 Fault = tuple[str, str]  # what it is about, why it is in the way
 
-# Of vLLM 0.32.0 (vllm/engine/arg_utils.py, vllm/entrypoints/openai): a number above 1 is refused by the hooks' leader.
-_COUNTS = {
-    "--api-server-count": ("API servers", "several API servers are not supported"),
-    "--data-parallel-size": ("data parallelism", "data parallelism is not supported"),
-    "--nnodes": ("nodes", "more than one node is not supported"),
+HEADLESS = "--headless"
+_SHORT = {
+    "-asc": "--api-server-count",
+    "-dp": "--data-parallel-size",
+    "-n": "--nnodes",
+    "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-ep": "--enable-expert-parallel",
 }
-_SHORT = {"-asc": "--api-server-count", "-dp": "--data-parallel-size", "-n": "--nnodes"}
-_MODEL = "--model"
+_MODEL, _CONFIG = "--model", "--config"
+# A scalar at the top of a YAML file in block style, which is what an argument is (vLLM 0.32.0, utils/argparse_utils.py).
+_ENTRY = re.compile(r"""(["']?)([A-Za-z][\w-]*)\1\s*:\s+(["']?)([^"'#\s][^"'#]*?)\3\s*(?:#.*)?\Z""")
 
 
 def faults(engine: str, argv: Sequence[str]) -> Iterator[Fault]:
@@ -22,13 +30,28 @@ def faults(engine: str, argv: Sequence[str]) -> Iterator[Fault]:
     if engine != "vllm":
         return
     given = _options(argv)
-    for flag, (about, reason) in _COUNTS.items():
-        value = given.get(flag, "")
-        if value.isdecimal() and int(value) > 1:
-            yield about, f"{reason} ({flag} {value})"
+    config = Path(given[_CONFIG]) if _CONFIG in given else None
+    if config is not None and not config.is_file():
+        yield _CONFIG, f"{config}: there is no such file"
+    given = {**_from_file(config), **given}  # the command line wins, as it does for vLLM
+    yield from _refused(given)
     model = _positional(argv) or given.get(_MODEL, "")
     if _is_local(model) and not Path(model).exists():
         yield "model", f"{model}: there is no such file or folder"
+
+
+def _refused(given: dict[str, str]) -> Iterator[Fault]:
+    """What the hooks' leader will say of the shape that is asked for."""
+    from nvsnap_hooks.vllm import shapes
+
+    if HEADLESS in given:
+        yield HEADLESS, f"prepare will be refused: {shapes.HEADLESS}"
+    for name, (most, reason) in shapes.LIMITS.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in given:
+            value = given[flag] if given[flag].isdecimal() else ""  # a switch; of anything else vLLM itself complains
+            if int(value or 1) > most:
+                yield f"{flag} {value}".strip(), f"prepare will be refused: {reason}"
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:
@@ -40,6 +63,16 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
             flag = flag.replace("_", "-")
             found[_SHORT.get(flag, flag)] = value if equals else "".join(argv[at + 1 : at + 2])
     return found
+
+
+def _from_file(path: Path | None) -> dict[str, str]:
+    """The flags that a file for ``--config`` stands for."""
+    try:
+        lines = path.read_text().splitlines() if path else []
+    except (OSError, UnicodeDecodeError):
+        return {}
+    entries = (match for line in lines if (match := _ENTRY.match(line)))
+    return {"--" + match[2].replace("_", "-"): match[4] for match in entries if match[4].lower() != "false"}
 
 
 def _positional(argv: Sequence[str]) -> str:

@@ -43,7 +43,9 @@ try:
         found["refusal"] = engine + " is not installed in " + sys.prefix
     else:
         found["refusal"] = versions.conflict(versions.installed(package.origin), level)
-        found["checks"] = importlib.import_module("nvsnap_hooks." + engine + ".doctor").check()
+        doctor = importlib.import_module("nvsnap_hooks." + engine + ".doctor")
+        found["checks"] = doctor.check()
+        found["device"], found["device_refusal"] = doctor.device()
 except ModuleNotFoundError as error:
     found["refusal"] = "there are no hooks for " + engine if "nvsnap_hooks" in str(error.name) else str(error)
 except Exception as error:
@@ -254,6 +256,9 @@ def _answer(engine: str, python: str, found: dict[str, Any]) -> list[Line]:
     version, *targets = found.get("checks") or [{}]
     refusal = found.get("refusal")
     lines.append(Line("engine", not refusal, refusal or f"{engine} {version.get('detail')}"))
+    if "device" in found:
+        refusal = found["device_refusal"]
+        lines.append(Line("device", not refusal, f"prepare will be refused: {refusal}" if refusal else found["device"]))
     return lines + [Line(f"target {check['name']}", bool(check["ok"]), str(check["detail"])) for check in targets]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from nvsnap_launch import engines, hooktree
+from nvsnap_launch import arguments, engines, hooktree
 from nvsnap_launch.hooktree import ENGINES, procfs, protocol
 
 # -E and -I ignore PYTHONPATH, -S skips sitecustomize.
@@ -18,6 +18,10 @@ def unhooked(pids: Iterable[int], registered: set[int], cookie: str) -> tuple[in
         argv = procfs.command(pid)
         if not argv or pid in registered or not _is_engine(pid, argv):
             continue
+        if arguments.HEADLESS in argv:  # with hooks, but without the server that they are led from
+            from nvsnap_hooks.vllm import shapes
+
+            return pid, f"process {pid} ({procfs.words(argv)}) is not supported: {shapes.HEADLESS}"
         reason = _no_adapter(argv) or _why(pid, argv, cookie)
         if reason:
             return pid, f"process {pid} ({procfs.words(argv)}) runs without hooks: {reason}"

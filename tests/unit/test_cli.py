@@ -278,18 +278,37 @@ def test_doctor_asks_for_the_level_that_the_launcher_asks_for(tmp_path: Path) ->
     assert found["engine"] == "MISSING vLLM 0.32.0 is verified at level criu, gpu is required"
 
 
+NO_SERVERS = "--api-server-count 2: prepare will be refused: several API servers are not supported"
+NO_DP = "--data-parallel-size 2: prepare will be refused: data parallelism is not supported"
+NO_PP = "--pipeline-parallel-size 2: prepare will be refused: pipeline parallelism is not supported"
+NO_NODES = "prepare will be refused: more than one node is not supported"
+NO_EP = "--enable-expert-parallel: prepare will be refused: expert parallelism is not supported"
+
+
+def faults_of(command: list[str]) -> list[str]:
+    found = engine_arguments.faults("vllm", doctor.engine_words(command))
+    return [f"{about}: {reason}" for about, reason in found]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("serve org/name --api-server-count 2", "API servers: several"),
-        ("serve org/name -asc=3", "API servers: several"),
-        ("serve org/name --data-parallel-size 1 --data_parallel_size=2", "data parallelism: "),
-        ("serve org/name -dp 2 --no-such-flag", "data parallelism: "),
-        ("serve org/name --nnodes 2", "nodes: more than one node"),
+        ("serve org/name --api-server-count 2", NO_SERVERS),
+        ("serve org/name -asc=2", NO_SERVERS),
+        ("serve org/name --data-parallel-size 1 --data_parallel_size=2", NO_DP),
+        ("serve org/name -dp 2 --no-such-flag", NO_DP),
+        ("serve org/name --nnodes 2", f"--nnodes 2: {NO_NODES}"),
+        ("serve org/name --headless", "--headless: prepare will be refused: it has no API server"),
+        ("serve org/name -pp 2", NO_PP),
+        ("serve org/name -dcp 2", "--decode-context-parallel-size 2: prepare will be refused: context parallelism"),
+        ("serve org/name --enable-expert-parallel", NO_EP),
+        ("serve org/name -ep --port 8000", NO_EP),
         ("serve /no/such/model", "model: /no/such/model: there is no such"),
         ("serve models/no/such", "model: models/no/such: "),
         ("serve --model ./nope", "model: ./nope: "),
-        ("serve org/name --api-server-count 1 -dp 1 --nnodes 1 -tp 2 --unknown 7", ""),
+        ("serve org/name --config /no/such.yaml", "--config: /no/such.yaml: there is no such file"),
+        ("serve org/name --api-server-count 1 -dp 1 -pp 1 --nnodes 1 -tp 2 --unknown 7", ""),
+        ("serve org/name --no-enable-expert-parallel", ""),
         ("serve s3://bucket/a/model --tensor-parallel-size two", ""),
         (f"serve {ROOT}", ""),
         ("serve org/repo/file.gguf --data-parallel-size two", ""),
@@ -298,17 +317,54 @@ def test_doctor_asks_for_the_level_that_the_launcher_asks_for(tmp_path: Path) ->
 @pytest.mark.parametrize("shell", [False, True])
 def test_doctor_looks_at_the_engines_arguments(arguments: str, words: str, shell: bool) -> None:
     command = ["sh", "-c", f"exec vllm {arguments}"] if shell else ["env", "A=b", "vllm", *arguments.split()]
-    found = [f"{about}: {reason}" for about, reason in engine_arguments.faults("vllm", doctor.engine_words(command))]
-    assert len(found) == bool(words)
+    found = faults_of(command)
+    assert len(found) == bool(words), found
     assert all(text.startswith(words) for text in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        ("data-parallel-size: 2\n", "", [NO_DP]),
+        ("---\n# shape\napi_server_count:  2  # two\nport: 80\npipeline-parallel-size: '2'\n", "", [NO_SERVERS, NO_PP]),
+        ("enable-expert-parallel: true\n", "", [NO_EP]),
+        ("model: /no/such/model\n", "", ["model: /no/such/model: there is no such file or folder"]),
+        ("data-parallel-size: 2\n", "-dp 1", []),
+        ("enable-expert-parallel: false\nheadless: False\n", "", []),
+        ("compilation-config:\n  nnodes: 2\n#nnodes: 2\nserved-model-name: 'nnodes: 2'\n", "", []),
+        ("\0\xff", "", []),
+        ("", "", []),
+    ],
+)
+def test_doctor_reads_the_file_that_holds_arguments(tmp_path: Path, text: str, more: str, words: list[str]) -> None:
+    path = tmp_path / "shape.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    assert faults_of(["vllm", "serve", "--config", str(path), *more.split()]) == words
 
 
 def test_doctor_names_a_refused_argument_and_fails(tmp_path: Path) -> None:
     engine = engine_in(tmp_path, metadata=True)
     status, out, err = run("doctor", "--", engine, "serve", "/no/such", "-dp", "2", control=tmp_path / "c")
     assert status == 1
-    assert "MISSING data parallelism: data parallelism is not supported (--data-parallel-size 2)" in out
-    assert "data parallelism, model" in err
+    assert f"MISSING {NO_DP}" in out
+    assert "--data-parallel-size 2, model" in err
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        ("cpu", "ok      device: cpu"),
+        ("cuda", "MISSING device: prepare will be refused: vLLM on cuda is not supported yet, only its CPU build"),
+        (
+            "",
+            "MISSING device: prepare will be refused: vLLM on an unknown device is not supported yet, only its CPU build",
+        ),
+    ],
+)
+def test_doctor_asks_what_the_engine_runs_on(tmp_path: Path, device: str, line: str) -> None:
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "STANDIN_DEVICE": device}
+    out = run("doctor", "--", engine_in(tmp_path, metadata=True), control=tmp_path / "c", **environment)[1]
+    assert line in out.splitlines()
 
 
 def test_doctor_knows_that_a_pipe_does_not_come_back(tmp_path: Path) -> None:

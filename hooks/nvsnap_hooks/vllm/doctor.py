@@ -28,6 +28,16 @@ def check() -> list[dict[str, Any]]:
     return found + [_target(name, target) for name, target in entry.targets.items()]
 
 
+def device() -> tuple[str, str | None]:
+    """What the engine would run on here, and why that is refused. Imports the engine."""
+    from vllm.platforms import current_platform
+
+    from .shapes import device_refusal
+
+    name = str(current_platform.device_type)
+    return name, device_refusal(name)
+
+
 def _target(name: str, target: versions.Target) -> dict[str, Any]:
     where = f"{target.module}.{target.qualname}".rstrip(".")
     try:

@@ -58,6 +58,10 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
     try:
         from . import required
 
+        if kwargs.get("client_index", 0) > 0:  # one of several API servers: the first leads, and answers for all
+            registry.register("server", kwargs["client_index"], required("leader"))
+            return None
+
         engine = VllmEngine(_shape_refusal(args[0] if args else kwargs["vllm_config"], kwargs))
         registry.register("leader", None, required("leader"))
         control.start(engine)
@@ -70,17 +74,11 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
 
 def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:
     """Shapes that the adapter does not cover (yet): said at once, not found out half way."""
-    parallel = config.parallel_config
-    device = str(config.device_config.device_type)
-    if device != "cpu":  # graphs, NCCL and peer memory are not released yet: such an image could never be restored
-        return f"vLLM on {device} is not supported yet, only its CPU build"
-    if kwargs.get("client_count", 1) > 1:
-        return "several API servers (--api-server-count) are not supported"
-    if parallel.data_parallel_size > 1:
-        return "data parallelism is not supported"
-    if parallel.nnodes > 1:
-        return "more than one node is not supported"
-    return None
+    from . import shapes
+
+    shape = {name: int(getattr(config.parallel_config, name, 0)) for name in shapes.LIMITS}
+    shape["api_server_count"] = kwargs.get("client_count", 1)
+    return shapes.refusal(str(config.device_config.device_type), shape)
 
 
 def wrap_engine_shutdown(original: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,9 @@ class ParallelConfig:
     data_parallel_size: int = 1
     nnodes: int = 1
     pipeline_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
 
 @dataclass

@@ -1,7 +1,13 @@
 import argparse
 import asyncio
+import functools
+import signal
+from dataclasses import fields
 
 from vllm.config import ParallelConfig, VllmConfig
+
+COUNTS = ["api_server_count", *(field.name for field in fields(ParallelConfig) if field.type is int)]
+COUNTS.remove("tensor_parallel_size")
 
 
 def main():
@@ -10,15 +16,21 @@ def main():
     serve.add_argument("model")
     serve.add_argument("--port", type=int, required=True)
     serve.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    serve.add_argument("--data-parallel-size", type=int, default=1)
+    for name in COUNTS:
+        serve.add_argument("--" + name.replace("_", "-"), type=int, default=1)
+    serve.add_argument("--enable-expert-parallel", action="store_true")
+    serve.add_argument("--headless", action="store_true")
     serve.add_argument("--startup-seconds", type=float, default=0.0)
     serve.add_argument("--token-seconds", type=float, default=0.01)
     given = parser.parse_args()
-    parallel = ParallelConfig(given.tensor_parallel_size, given.data_parallel_size)
-    config = VllmConfig(parallel, given.startup_seconds, given.token_seconds)
-    from vllm.entrypoints.openai.api_server import run_server
+    shape = {field.name: getattr(given, field.name) for field in fields(ParallelConfig)}
+    config = VllmConfig(ParallelConfig(**shape), given.startup_seconds, given.token_seconds)
+    if given.headless:
+        return signal.pause()
+    from vllm.entrypoints.openai import api_server
 
-    asyncio.run(run_server(config, given.port))
+    api_server.AsyncLLM = functools.partial(api_server.AsyncLLM, client_count=given.api_server_count)
+    asyncio.run(api_server.run_server(config, given.port))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+from types import SimpleNamespace
+
+from vllm.config import DeviceConfig
+
+current_platform = SimpleNamespace(device_type=DeviceConfig().device_type)
