@@ -1,10 +1,12 @@
-"""For all tests: none may leave signals blocked in this process, or Ctrl-C and the time limits stop working."""
+"""For all tests."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +16,19 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
+    """None may leave signals blocked in this process, or Ctrl-C and the time limits stop working."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     after = signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert after == before, f"left blocked: {sorted(after - before)}"
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that every user may enter, with a path that is short enough for a socket (107 bytes, unix(7)).
+
+    pytest's own is closed to others, again with each run that begins, and as long as TMPDIR makes it.
+    """
+    with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 LEADER = 7001  # a process number of the new PID namespace
 
-# Starts the leader under its number, as an orphan that comes to PID 1, like CRIU's --restore-sibling.
+# Starts the leader under its number, as an orphan that comes to PID 1, like CRIU's --restore-sibling, and ends when it runs.
 IN_PLACE_OF_CRIU = """#!{python}
 import os, re, sys
 if sys.argv[1] == "--version":
@@ -27,6 +27,7 @@ elif sys.argv[1] == "restore":
     fd = int(re.search(r"fd\\[(\\d+)\\]", " ".join(sys.argv))[1])
     with open("/proc/sys/kernel/ns_last_pid", "w") as file:
         file.write("{before}")
+    ended, begun = os.pipe()
     if os.fork() == 0:
         os.setsid()
         os.dup2(fd, 1)
@@ -34,6 +35,8 @@ elif sys.argv[1] == "restore":
         os.setresgid({user}, {user}, {user})
         os.setresuid({user}, {user}, {user})
         os.execve("{stand_in_python}", {command}, {environment})
+    os.close(begun)
+    os.read(ended, 1)  # closed by exec
 """
 
 

@@ -106,13 +106,11 @@ def test_folders_on_the_way_are_nobody_elses_to_write(lab: Lab) -> None:
     assert (target / "manifest.json").stat().st_mode & 0o077 == 0, "it tells the cookie"
 
 
-def test_the_phase_is_written_as_the_engines_user(tmp_path: Path, criu: str) -> None:
-    control = ControlDirectory(tmp_path / "control")
+def test_the_phase_is_written_as_the_engines_user(open_path: Path, criu: str) -> None:
+    control = ControlDirectory(open_path / "control")
     control.path.mkdir(mode=0o700)
     os.chown(control.path, USER, USER)
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        folder.chmod(0o755)
-    victim = tmp_path / "victim"
+    victim = open_path / "victim"
     victim.write_text("root's")
     victim.chmod(0o600)
     (control.path / f"dump.json.{os.getpid()}.tmp").symlink_to(victim)
@@ -125,7 +123,7 @@ def test_the_phase_is_written_as_the_engines_user(tmp_path: Path, criu: str) -> 
         False,
     )
     engine = create.Engine(os.getpid(), Tree(os.getpid(), [os.getpid()]), config)
-    creation = create.Creation(tmp_path / "image", control, criu_tool.find(criu), create.Options(), engine)
+    creation = create.Creation(open_path / "image", control, criu_tool.find(criu), create.Options(), engine)
     creation.write_phase("preparing")
     assert victim.read_text() == "root's"
     written = control.path / protocol.DUMP_FILE

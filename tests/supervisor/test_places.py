@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,14 +24,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
-def open_launcher() -> Iterator[Launcher]:
-    """In a folder that another user can reach: pytest's own is closed to others."""
-    folder = Path(tempfile.mkdtemp(prefix="nvsnap-test-"))
-    folder.chmod(0o755)
-    started = Launcher(folder)
+def open_launcher(open_path: Path) -> Iterator[Launcher]:
+    started = Launcher(open_path)
     yield started
     started.kill()
-    shutil.rmtree(folder)
 
 
 @needs_root

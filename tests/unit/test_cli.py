@@ -70,14 +70,12 @@ def test_without_arguments_the_help_is_shown_as_help(tmp_path: Path, arguments: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
 @pytest.mark.parametrize("command", [["status"], ["prepare"], ["wait", "ready"], ["audit"]])
 def test_a_directory_of_somebody_else_is_not_called_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
+    open_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    control = ControlDirectory(tmp_path / "c")
+    control = ControlDirectory(open_path / "c")
     control.create()
     control.write_status("serving")
     monkeypatch.setenv("NVSNAP_CONTROL_DIR", str(control.path))
-    for folder in [tmp_path, *list(tmp_path.parents)[:2]]:
-        folder.chmod(0o755)
     os.seteuid(65534)
     try:
         assert cli.call(command) == 1
@@ -400,8 +398,7 @@ def test_doctor_in_a_temporary_folder_of_somebody_else(tmp_path: Path, monkeypat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_doctor_asks_for_root_as_snapshot_does(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
+def test_doctor_asks_for_root_as_snapshot_does() -> None:
     can = ("setpriv", "--reuid=65534", "--inh-caps=+sys_admin", "--ambient-caps=+sys_admin")
     argv = [*can, sys.executable, "-m", "nvsnap_launch", "doctor", "--control-dir", "/nonexistent"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

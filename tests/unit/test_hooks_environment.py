@@ -151,9 +151,9 @@ def test_a_listener_is_counted_and_answers(base: tuple[int, int, int], family: i
     assert listener.count() == base[0]
 
 
-def test_a_unix_listener_counts_and_is_left_alone(base: tuple[int, int, int], tmp_path: Path) -> None:
+def test_a_unix_listener_counts_and_is_left_alone(base: tuple[int, int, int], open_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        unix.bind(str(tmp_path / "unix"))
+        unix.bind(str(open_path / "unix"))
         unix.listen()
         udp.bind(("127.0.0.1", 0))
         assert listener.count() == base[0] + 1
@@ -196,9 +196,9 @@ def test_a_connection_that_came_back_closed_is_counted_until_its_owner_closes_it
         assert len(listener.closed()) == base[1]
 
 
-def test_a_client_on_a_unix_socket_is_named(tmp_path: Path) -> None:
+def test_a_client_on_a_unix_socket_is_named(open_path: Path) -> None:
     """CRIU can't dump the connection; one within the tree it can."""
-    path = str(tmp_path / "server.sock")
+    path = str(open_path / "server.sock")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
