@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,10 +57,18 @@ class Report:
 
 def table(rows: Sequence[Row]) -> str:
     """Three aligned columns under a header, the second one to the right."""
-    shown = [HEADER, *rows]
-    name, value, counts = (max(len(text) for text in column) for column in zip(*map(cells, shown), strict=True))
-    lines = [f"{row.name:<{name}}  {row.value:>{value}}  {row.counts}".rstrip() for row in shown]
-    rule = "-" * (name + value + counts + 4)
+    return grid(cells(HEADER), [cells(row) for row in rows], right={1})
+
+
+def grid(header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int]) -> str:
+    """Aligned columns under a header, between rules; ``right``: the columns that are aligned to the right."""
+    shown = [header, *rows]
+    widths = [max(len(text) for text in column) for column in zip(*shown, strict=True)]
+    lines = [
+        "  ".join(f"{text:{'>' if at in right else '<'}{widths[at]}}" for at, text in enumerate(row)).rstrip()
+        for row in shown
+    ]
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
@@ -100,8 +108,11 @@ def wait_until(
     timeout: float,
     still_possible: Callable[[], str] = lambda: "",
     beat: float = 5.0,
+    every: float = 0.1,
 ) -> float:
-    """Wait for a state, saying every ``beat`` seconds what is waited for; returns the seconds it took.
+    """Wait for a state, looking every ``every`` seconds and saying every ``beat`` seconds what is waited for.
+
+    Returns the seconds it took.
 
     ``still_possible`` returns a sentence once waiting makes no sense any more.
     Raises DemoError then, and after ``timeout`` seconds.
@@ -117,5 +128,5 @@ def wait_until(
         if now - last >= beat:
             report.say(f"... waiting for {what}: {now - start:.0f} s")
             last = now
-        time.sleep(0.1)
+        time.sleep(every)
     return time.monotonic() - start
