@@ -1,13 +1,15 @@
 # make demo: the whole chain on a real engine. make test: all tests. Both make what they need under .work/ first.
 WORK := $(or $(NVSNAP_WORK),$(CURDIR)/.work)
 PYTHON := $(WORK)/venv/bin/python
-SOURCES := nvsnap_launch hooks demo tests
+SOURCES := nvsnap_launch hooks bench demo tests
 # pytest ends with 5 when it found no test: that is a failure too, but one that should be named.
 NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the selection right?' >&2; exit $$code; }
 
-.PHONY: help setup venv demo test test-fast check
+.PHONY: help setup venv bench demo soak test test-fast check
 help:
 	@echo 'make demo       dump and restore a real vLLM under load, with a table at the end (DEMO="--tp 1" for options)'
+	@echo 'make bench      bare vLLM against vLLM under the launcher: speed, start-up, memory (BENCH="--pairs 5 --tp 1")'
+	@echo 'make soak       prepare and restore in place 50 times under load (SOAK="--cycles 50 --compiled")'
 	@echo 'make test       all tests, with the real engine and CRIU'
 	@echo 'make test-fast  unit and contract tests'
 	@echo 'make check      ruff and mypy'
@@ -22,6 +24,12 @@ venv:
 demo: setup
 	@$(PYTHON) -m demo.run --work '$(WORK)' $(DEMO)
 
+bench: setup
+	@$(PYTHON) -m bench.run --work '$(WORK)' $(BENCH)
+
+soak: setup
+	@$(PYTHON) -m bench.soak --work '$(WORK)' $(SOAK)
+
 # First what needs no engine, on two cores; then what has the machine for itself.
 test: test-fast setup
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu' $(PYTEST) || $(NO_TEST)
@@ -33,4 +41,4 @@ check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)
 	@$(PYTHON) -m ruff format --check $(SOURCES)
 	@$(PYTHON) -m mypy
-	@$(PYTHON) -m mypy -p demo
+	@$(PYTHON) -m mypy -p bench -p demo
