@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,8 +24,8 @@ from typing import Any
 from bench import load, results
 from bench.server import BARE, LAUNCHED, Server, step
 from bench.tracing import trace
-from demo.report import DemoError, Report, wait_until
-from demo.session import ROOT, Options, Session, cleaning, engine_arguments, missing, parsed
+from demo.report import DemoError, wait_until
+from demo.session import ROOT, Options, Session, begin, cleaning, engine_arguments, parsed
 
 SIZES = {1: 4, 16: 3}  # clients at once -> requests of each in a block
 TOKENS = 64  # of an answer
@@ -210,13 +209,9 @@ def parse(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, found = parse(sys.argv[1:] if arguments is None else arguments)
-    reason = missing(options)
-    if reason:
-        print(f"bench: {reason}", file=sys.stderr)
+    session = begin("bench", options)
+    if session is None:
         return 1
-    session = Session(options, Report(), name="bench")
-    shutil.rmtree(session.folder, ignore_errors=True)
-    session.folder.mkdir(parents=True)
     seed = random.SystemRandom().randrange(1000) if found.seed is None else found.seed
     bench = Bench(
         session, found.pairs, found.blocks, seed, file=(found.json or session.folder / "raw.jsonl").absolute()

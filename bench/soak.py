@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import http.client
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -24,7 +23,7 @@ from bench.tracing import role
 from demo import tree
 from demo.client import HOST
 from demo.report import DemoError, Report, grid, wait_until
-from demo.session import Options, Session, cleaning, engine_arguments, missing, parsed
+from demo.session import Options, begin, cleaning, engine_arguments, parsed
 from nvsnap_launch.hooktree import procfs
 
 TOKENS = 60  # of an answer
@@ -250,13 +249,9 @@ def parse(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, found = parse(sys.argv[1:] if arguments is None else arguments)
-    reason = missing(options)
-    if reason:
-        print(f"soak: {reason}", file=sys.stderr)
+    session = begin("soak", options)
+    if session is None:
         return 1
-    session = Session(options, Report(), name="soak")
-    shutil.rmtree(session.folder, ignore_errors=True)
-    session.folder.mkdir(parents=True)
     soak = Soak(Server(session, LAUNCHED), found.cycles, found.clients)
     with cleaning(session):
         try:

@@ -11,7 +11,6 @@ import argparse
 import http.client
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from typing import Any
 
 from demo import tree
 from demo.client import Answer, Persistent, Stream, ask, health
-from demo.report import DemoError, Report, seconds, size, tail, wait_until
+from demo.report import DemoError, seconds, size, tail, wait_until
 from demo.session import (
     Options,
     Session,
+    begin,
     cleaning,
     engine_arguments,
     exited,
-    missing,
     parsed,
     run_command,
     serve_command,
@@ -358,13 +357,12 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    reason = missing(options, "criu/criu") or ("" if os.geteuid() == 0 else "CRIU needs root")
-    if reason:
-        print(f"demo: {reason}", file=sys.stderr)
+    session = begin("demo", options, "criu/criu")
+    if session is None:
         return 1
-    session = Session(options, Report())
-    shutil.rmtree(session.folder, ignore_errors=True)
-    session.control.mkdir(parents=True, mode=0o700)
+    if os.geteuid() != 0:
+        print("demo: CRIU needs root", file=sys.stderr)
+        return 1
     with cleaning(session):
         try:
             main_job(session)

@@ -196,6 +196,18 @@ def missing(options: Options, *paths: str) -> str:
     return ""
 
 
+def begin(name: str, options: Options, *paths: str) -> Session | None:
+    """A session with an empty folder of that name; None, with the reason on stderr, when something is missing."""
+    reason = missing(options, *paths)
+    if reason:
+        print(f"{name}: {reason}", file=sys.stderr)
+        return None
+    session = Session(options, Report(), name=name)
+    shutil.rmtree(session.folder, ignore_errors=True)
+    session.control.mkdir(parents=True, mode=0o700)
+    return session
+
+
 def launcher_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "nvsnap_launch", *arguments]
 

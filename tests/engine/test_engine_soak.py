@@ -12,8 +12,7 @@ from engine_support import ROOT, free_port
 from bench.server import LAUNCHED, Server
 from bench.soak import COUNTED, Soak
 from bench.tracing import Trace, trace
-from demo.report import Report
-from demo.session import Options, Session, cleaning, missing
+from demo.session import Options, Session, begin, cleaning
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -24,11 +23,9 @@ CYCLES, CLIENTS, REQUESTS = 5, 8, 50
 def session() -> Iterator[Session]:
     work = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work").resolve()
     options = Options(work, free_port(), 1, compiled=False, keep=False, seqs=CLIENTS)
-    reason = missing(options)
-    if reason:
-        pytest.skip(reason)
-    started = Session(options, Report(), name="test-soak")
-    started.folder.mkdir(parents=True, exist_ok=True)
+    started = begin("test-soak", options)
+    if started is None:
+        pytest.skip("what it needs is missing: make setup")
     with cleaning(started):
         yield started
 

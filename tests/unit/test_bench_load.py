@@ -133,13 +133,19 @@ def wait_for(load_: Load, *, opened: int) -> None:
         time.sleep(0.002)
 
 
-def test_load_counts_what_is_open_and_right(fake: Fake) -> None:
+def held(fake: Fake, clients: int, expected: load.Answers) -> Load:
+    """As many clients, each with its last request sent and not answered."""
     fake.door.clear()
-    clients = Load(fake.port, 3, 3, {"a": {(7, 8, 9)}, "b": {(7, 8, 9), (1,)}})
-    clients.start()
-    wait_for(clients, opened=3)
+    found = Load(fake.port, clients, 3, expected)
+    found.start()
+    wait_for(found, opened=clients)
+    found.ask_no_more()
+    return found
+
+
+def test_load_counts_what_is_open_and_right(fake: Fake) -> None:
+    clients = held(fake, 3, {"a": {(7, 8, 9)}, "b": {(7, 8, 9), (1,)}})
     assert (clients.sent, clients.right, clients.streaming) == (3, 0, 0)
-    clients.ask_no_more()
     fake.door.set()
     clients.stop(10)
     assert (clients.sent, clients.right, clients.wrong, clients.streaming) == (3, 3, [], 0)
@@ -148,11 +154,7 @@ def test_load_counts_what_is_open_and_right(fake: Fake) -> None:
 
 
 def test_load_keeps_what_is_wrong(fake: Fake) -> None:
-    fake.door.clear()
-    clients = Load(fake.port, 1, 3, {"a": {(7, 8, 8)}})
-    clients.start()
-    wait_for(clients, opened=1)
-    clients.ask_no_more()
+    clients = held(fake, 1, {"a": {(7, 8, 8)}})
     fake.door.set()
     clients.stop(10)
     assert clients.right == 0
@@ -162,10 +164,7 @@ def test_load_keeps_what_is_wrong(fake: Fake) -> None:
 
 
 def test_a_request_that_is_never_answered_is_said(fake: Fake) -> None:
-    fake.door.clear()
-    clients = Load(fake.port, 2, 3, {"a": {(7, 8, 9)}})
-    clients.start()
-    wait_for(clients, opened=2)
+    clients = held(fake, 2, {"a": {(7, 8, 9)}})
     with pytest.raises(LoadError, match="2 requests are not answered"):
         clients.stop(0.1)
 
