@@ -32,10 +32,11 @@ soak: setup
 
 # First what needs no engine, on two cores; then what has the machine for itself.
 test: test-fast setup
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 -m faults $(PYTEST) || $(NO_TEST)
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu' $(PYTEST) || $(NO_TEST)
 
 test-fast: venv
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu' $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu and not faults' $(PYTEST) || $(NO_TEST)
 
 check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)
