@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, field
 
 from nvsnap_launch import signals
+from nvsnap_launch.hooktree import protocol
 
 _SIGNALLED = 128
 
@@ -21,6 +22,7 @@ class Facts:
     dumped: str | None = None  # path of the snapshot that the engine lives on in
     verdict: tuple[int, str] | None = None  # exit code and reason, from the guard or the leader
     dead: list[str] = field(default_factory=list)  # engine processes that died without being asked to
+    under_way: dict[str, str] = field(default_factory=dict)  # action and step that nobody has finished
 
 
 def decide(facts: Facts) -> tuple[int, str]:
@@ -35,14 +37,23 @@ def decide(facts: Facts) -> tuple[int, str]:
     if facts.stop_asked:
         return _after_stop(facts, code)
     if facts.dead:
-        return code or 1, f"{', '.join(facts.dead)} died"
+        return _unfinished(facts) or code or 1, f"{', '.join(facts.dead)} died{_where(facts)}"
     if facts.reported_failure:
         return code or 1, f"process {facts.reported_failure} reported a failure by SIGQUIT"
     if facts.status is None:
         return code, "the engine ended; its exit status went to another process"
     if facts.status < 0:
-        return code, f"the engine was ended by {signals.name(-facts.status)}"
+        return code, f"the engine was ended by {signals.name(-facts.status)}{_where(facts)}"
     return code, ""
+
+
+def _unfinished(facts: Facts) -> int:
+    codes = {protocol.PREPARE: protocol.EXIT_PREPARE_FAILED, protocol.RESTORE: protocol.EXIT_RESTORE_FAILED}
+    return codes.get(facts.under_way.get("action", ""), 0)
+
+
+def _where(facts: Facts) -> str:
+    return f" during {facts.under_way['action']}, step {facts.under_way.get('step')!r}" if _unfinished(facts) else ""
 
 
 def _own(facts: Facts) -> int:

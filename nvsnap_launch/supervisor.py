@@ -379,6 +379,8 @@ class Supervisor:
 
     def _finish(self) -> int:
         self._facts.verdict = self._verdict()
+        under_way = (self._control.status() or {}).get("under_way")
+        self._facts.under_way = under_way if isinstance(under_way, dict) else {}
         code, reason = decide(self._facts)
         self._streams.close()
         if reason:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 
-from . import protocol
+from . import guard, protocol
 from .machine import Fatal, Machine, end_tree, leave_verdict
 from .protocol import say
 
@@ -106,10 +106,12 @@ class Control:
             self._end(Fatal(protocol.EXIT_BUG, f"our own fault: {type(error).__name__}: {error}"))
 
     def _end(self, fatal: Fatal) -> None:
-        leave_verdict(self.config["control_dir"], fatal)
-        say(str(fatal))
-        self.machine.publish_failed(fatal)
-        end_tree(self.config["control_dir"], fatal)
+        control_dir = self.config["control_dir"]
+        told = Fatal(fatal.exit_code, "; ".join(filter(None, [str(fatal), guard.circumstances(control_dir)])))
+        leave_verdict(control_dir, told)
+        say(str(told))
+        self.machine.publish_failed(told)
+        end_tree(control_dir, told)
 
     def _turn(self) -> None:
         tick = TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING

@@ -3,6 +3,7 @@
 Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``. It stands alone: no import from the package, nothing
 open between ticks. It counts ticks of running time, so that a freeze does not use up a deadline; the gap that a freeze leaves
 is noted in ``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
+It ends it as well when the launcher was killed: nobody else would.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import sys
 import time
 
 TICK = 0.1
+LOOK = 10  # ticks between two looks at the launcher
 GAP = 1.5  # seconds without a tick that count as a freeze
+WHILE: dict[object, str] = {"prepare": "preparing", "restore": "restoring"}  # action -> state
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 STACKS_KEPT = 20000  # characters, in the verdict
 STACKS_WAIT = 3.0  # seconds
+SIZE_LIMIT = 1 << 20  # bytes of a file that is read
+KILLED = 137  # as a shell says that SIGKILL ended a process
 
 
 def read(path: str) -> dict[str, object]:
@@ -27,7 +32,7 @@ def read(path: str) -> dict[str, object]:
     except OSError:
         return {}
     try:
-        value = json.loads(os.read(descriptor, 1 << 16)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else {}
+        value = json.loads(os.read(descriptor, SIZE_LIMIT)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else {}
     except (OSError, ValueError, RecursionError):
         return {}
     finally:
@@ -83,15 +88,71 @@ def kill_session() -> None:
             kill(pid, signal.SIGKILL)
 
 
-def stacks(control: str) -> str:
-    """Have every process that is in the middle of an action write its stacks; returns them."""
+def fields(pid: int) -> list[bytes]:
+    """proc(5) stat from the state letter on; empty when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            found = file.read()
+    except OSError:
+        return []
+    return found[found.rfind(b")") + 1 :].split()
+
+
+def ended(pid: int) -> bool:
+    """True as well for one on its way out, or a zombie. Its files close before it is one: PF_EXITING (linux/sched.h)."""
+    found = fields(pid)
+    return len(found) < 20 or found[0] in (b"Z", b"X") or bool(int(found[6]) & 4)
+
+
+def registered(control: str) -> dict[int, str]:
+    """The engine's processes in words, by PID: those that ended as they should have taken their file away."""
+    folder = os.path.join(control, "processes")
+    try:
+        records = [read(os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
+    except OSError:
+        return {}
+    found = {}
+    for record in records:
+        pid, role, rank = record.get("pid"), record.get("role"), record.get("rank")
+        if isinstance(pid, int):
+            found[pid] = f"{role}{f' rank {rank}' if role == 'worker' else ''} (process {pid})"
+    return found
+
+
+def engaged(control: str) -> dict[int, str]:
+    """Other processes of the session that are in the middle of an action: PID -> the file for their stacks."""
     folder = os.path.join(control, "stacks")
     try:
         names = [name for name in os.listdir(folder) if name.endswith(".txt") and name[:-4].isdigit()]
     except OSError:
-        return ""
+        return {}
     members = set(session())
-    stuck = {int(name[:-4]): os.path.join(folder, name) for name in names if int(name[:-4]) in members}
+    return {int(name[:-4]): os.path.join(folder, name) for name in sorted(names) if int(name[:-4]) in members}
+
+
+def circumstances(control: str) -> str:
+    """Which step it is, who died in it, who failed, and who has not done its part; empty when there is nothing to tell."""
+    step = read(os.path.join(control, "status.json")).get("under_way")
+    found = [f"step {step.get('step')!r}"] if isinstance(step, dict) else []
+    names, files = registered(control), engaged(control)
+    dead = {pid for pid in names if ended(pid)}
+    found += [f"{names[pid]} died" for pid in sorted(dead)]
+    busy = []
+    for pid, path in files.items():
+        note, name = text(path).partition("\n")[0], names.get(pid, f"process {pid}")
+        if note:
+            found.append(f"{name}: {note}")
+        elif pid not in dead:
+            busy.append(name)
+    # The leader waits for the core, and the core for the ranks.
+    inner = [name for role in ("worker", "core", "") for name in busy if name.startswith(role)]
+    found += [f"{name} has not done its part" for name in inner if inner[0].split()[0] == name.split()[0]]
+    return "; ".join(dict.fromkeys(found))
+
+
+def stacks(control: str) -> str:
+    """Have every process that is in the middle of an action write its stacks; returns them."""
+    stuck = engaged(control)
     for pid in stuck:
         kill(pid, STACKS_SIGNAL)
     written = wait_for_words(list(stuck.values()))
@@ -120,16 +181,63 @@ def text(path: str) -> str:
         return ""
 
 
-def expire(control: str, deadline: dict[str, object]) -> None:
-    reason = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
-    found = stacks(control)
+def say(words: str) -> None:
     try:
-        os.write(2, f"nvsnap: {reason}: ending the engine\n{found}\n".encode())
+        os.write(2, f"nvsnap: {words}\n".encode())
     except OSError:
         pass
+
+
+def counts(control: str, deadline: dict[str, object]) -> bool:
+    """A deadline counts only while its action is under way: "prepared" is published as it is, and may last for ever."""
+    return read(os.path.join(control, "status.json")).get("state") == WHILE.get(deadline.get("action"))
+
+
+def expire(control: str, deadline: dict[str, object]) -> None:
+    missed = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
+    reason = "; ".join(filter(None, [missed, circumstances(control)]))
+    found = stacks(control)
+    say("\n".join(filter(None, [f"{reason}: ending the engine", found])))
     code = deadline.get("exit_code", 74)
     write(os.path.join(control, "verdict.json"), {"exit_code": code, "reason": reason, "stacks": found[-STACKS_KEPT:]})
     kill_session()
+
+
+class Launcher:
+    """Whoever supervises us, as long as it is above us in the tree. It takes in our orphans, so only its death moves us away."""
+
+    def __init__(self, control: str) -> None:
+        self._path = os.path.join(control, "supervisor.json")
+        self.pid = 0
+        self._born: bytes | None = None
+
+    def died(self) -> bool:
+        """After a restore nobody did: this is another process then, below another launcher or none."""
+        born, above = fields(os.getpid())[19], self._above()
+        if self.pid and born == self._born:
+            return self.pid not in above
+        told = read(self._path)
+        ours = told.get("pid_namespace") == os.stat("/proc/self/ns/pid").st_ino
+        self.pid = pid if ours and isinstance(pid := told.get("pid"), int) and pid in above else 0
+        self._born = born
+        return False
+
+    @staticmethod
+    def _above() -> list[int]:
+        found = [os.getppid()]
+        while found[-1] > 1:
+            found.append(int((fields(found[-1]) or [b"", b"0"])[1]))
+        return found
+
+
+def abandon(control: str, launcher: int) -> None:
+    """The launcher was killed: end what it left, and say so in its place."""
+    reason = f"the launcher (process {launcher}) was killed: its engine was ended"
+    say(reason)
+    kill_session()
+    path = os.path.join(control, "status.json")
+    end = {"state": "failed", "snapshot_ready": False, "exit": {"code": KILLED, "reason": reason}}
+    write(path, {**read(path), **end})
 
 
 def main(control: str, leader: int) -> None:
@@ -140,8 +248,13 @@ def main(control: str, leader: int) -> None:
     counted = read(os.path.join(control, "guard.json")).get("frozen")
     frozen = counted if isinstance(counted, int) else 0  # goes on where a guard before this one stopped
     last = time.time()
+    launcher, ticks = Launcher(control), 0
     while os.getppid() == leader:
         time.sleep(TICK)
+        ticks += 1
+        if ticks % LOOK == 0 and launcher.died():
+            abandon(control, launcher.pid)
+            return
         now = time.time()
         if abs(now - last) > GAP + TICK:
             frozen += 1
@@ -151,15 +264,19 @@ def main(control: str, leader: int) -> None:
             found = os.stat(path)
             current = (found.st_ino, found.st_mtime_ns)
         except OSError:
+            seen, deadline = None, {}
             continue
         if current != seen:
             seen, deadline = current, read(path)
             left = float(str(deadline.get("seconds") or 0))
         elif deadline.get("armed"):
             left -= TICK
-            if left <= 0:
+            if left > 0:
+                continue
+            if counts(control, deadline):
                 expire(control, deadline)
                 return
+            deadline = {}
 
 
 if __name__ == "__main__":

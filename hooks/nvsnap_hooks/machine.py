@@ -25,7 +25,7 @@ SETTLE = 1.0  # seconds for connections that came back closed to be noticed
 
 
 class Refused(Exception):
-    """Prepare can't be done, and nothing was lost: the reason, and what each process still holds."""
+    """What we look for and did not find: the reason in a sentence, and what each process still holds."""
 
     def __init__(self, reason: str, residue: dict[int, list[str]] | None = None) -> None:
         super().__init__(reason)
@@ -53,6 +53,7 @@ class Machine:
             protocol.RESTORE: self._restore_seconds,
         }
         self.status = Status(config, described, deadlines)
+        self._action = ""
         self._steps: list[dict[str, Any]] = []
         self._under: _Circumstances | None = None
 
@@ -67,28 +68,25 @@ class Machine:
         if self.state == protocol.PREPARED:
             self._note(protocol.PREPARE, requests, "already prepared")
             return
-        started = self._begin(protocol.PREPARING)
+        started = self._begin(protocol.PREPARE, protocol.PREPARING)
+        touched = False
         try:
-            self._check_before()
-            self._deadline(protocol.PREPARE, protocol.EXIT_PREPARE_FAILED)
-            try:
-                self._prepare()
-                self._disarm()
-                # The last thing that we write: an agent may dump as soon as it is there.
-                self._end(protocol.PREPARE, protocol.PREPARED, requests, started, strict=True)
-            except BaseException as error:
-                self._undo(error)
-                raise Refused(str(error), getattr(error, "residue", None)) from error
-        except Refused as refusal:
-            self._disarm()
-            self._end(protocol.PREPARE, protocol.SERVING, requests, started, str(refusal), residue=refusal.residue)
+            self._watch(protocol.PREPARE, protocol.EXIT_PREPARE_FAILED)
+            self._step("preconditions", self._check_before)
+            touched = True
+            self._prepare()
+            self._end(protocol.PREPARE, protocol.PREPARED, requests, started, strict=True)
+        except BaseException as error:
+            reason = self._in_words(error)
+            if touched:
+                self._undo(error, reason)
+            held = getattr(error, "residue", None)
+            self._end(protocol.PREPARE, protocol.SERVING, requests, started, reason, residue=held)
 
     def _check_before(self) -> None:
         """All that can be known without touching anything."""
         if self.engine.refusal:
             raise Refused(self.engine.refusal)
-        if not self._ensure_guard():
-            raise Refused("the guard process is gone and could not be started again")
         try:
             known = metadata.read_until(self.config["metadata"], METADATA_WAIT)
         except metadata.MetadataError as error:
@@ -119,15 +117,15 @@ class Machine:
         if found:
             raise Refused(_describe(found), found)
 
-    def _undo(self, cause: BaseException) -> None:
+    def _undo(self, cause: BaseException, why: str) -> None:
         """Back to serving on all ranks, whatever was done so far. What can't be undone is fatal."""
         if getattr(cause, "fatal", False):
-            raise Fatal(protocol.EXIT_PREPARE_FAILED, f"prepare failed and can't be undone: {cause}") from cause
+            raise Fatal(protocol.EXIT_PREPARE_FAILED, f"prepare failed and can't be undone: {why}") from cause
         try:
             self._rebuild(self._prepare_seconds)
             self._step("open admission", lambda: self.engine.open_admission(self._prepare_seconds))
         except BaseException as error:
-            reason = f"prepare failed ({cause}) and could not be undone: {error}"
+            reason = f"prepare failed ({why}) and could not be undone: {self._in_words(error)}"
             raise Fatal(protocol.EXIT_PREPARE_FAILED, reason) from error
 
     # -- restore ----------------------------------------------------------------------------------
@@ -152,17 +150,15 @@ class Machine:
             self._note(protocol.RESTORE, requests, f"nothing to restore: {self.state}")
             return
         evidence = self.evidence()
-        started = self._begin(protocol.RESTORING)
-        self._ensure_guard()
+        started = self._begin(protocol.RESTORE, protocol.RESTORING)
         try:
-            self._deadline(protocol.RESTORE, protocol.EXIT_RESTORE_FAILED)
-        except Refused as refusal:
-            protocol.say(f"{refusal}: going on without one")
-        try:
+            try:
+                self._watch(protocol.RESTORE, protocol.EXIT_RESTORE_FAILED)
+            except Refused as refusal:
+                protocol.say(f"{refusal}: going on without one")
             restored = self._restore(evidence)
         except BaseException as error:
-            raise Fatal(protocol.EXIT_RESTORE_FAILED, f"restore failed: {error}") from error
-        self._disarm()
+            raise Fatal(protocol.EXIT_RESTORE_FAILED, f"restore failed: {self._in_words(error)}") from error
         self._under = None
         if restored:
             self.status.value["mode"] = "restored"
@@ -177,13 +173,13 @@ class Machine:
             evidence.append(f"incarnation {new}")
         restored = bool(new) or self._under.is_another_process()
         if restored:
-            self._check_environment()
+            self._step("environment", self._check_environment)
         self._rebuild(timeout)
         if restored:
             closed = self._under.closed
             self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE, closed)})
-        self._step("open admission", lambda: self.engine.open_admission(timeout))
         self._step("listener", self._check_listener)
+        self._step("open admission", lambda: self.engine.open_admission(timeout))
         return restored
 
     def _refresh_identity(self, timeout: float) -> dict[str, Any]:
@@ -192,7 +188,7 @@ class Machine:
         try:
             found = metadata.read_until(self.config["metadata"], METADATA_WAIT)
         except metadata.MetadataError as error:
-            raise RuntimeError(f"metadata: {error}") from None
+            raise Refused(f"metadata: {error}") from None
         if found is None or found.incarnation == self._under.incarnation:
             return {"incarnation": None}
         self.status.value["incarnation"] = found.incarnation
@@ -208,14 +204,14 @@ class Machine:
     def _check_environment() -> None:
         wrong = environment.stale()
         if wrong:
-            raise RuntimeError("; ".join(wrong))
+            raise Refused("; ".join(wrong))
 
     def _check_listener(self) -> None:
         wrong = listener.silent()
         if wrong:
-            raise RuntimeError("; ".join(wrong))
+            raise Refused("; ".join(wrong))
         if self._under is not None and listener.count() < self._under.listeners:
-            raise RuntimeError("a listening socket of the server is gone")
+            raise Refused("a listening socket of the server is gone")
 
     # -- shared steps -----------------------------------------------------------------------------
 
@@ -228,6 +224,7 @@ class Machine:
     def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> None:
         """One action on all ranks; its steps go to ``last``. Raises Refused with what the ranks hold, or what failed where."""
         started = time.monotonic()
+        self.status.under_way(self._action, action)
         ranks: Reports = self.engine.on_ranks(action, timeout, **arguments)
         self._steps.append({"name": action, "seconds": round(time.monotonic() - started, 4)})
         for rank in ranks:
@@ -250,6 +247,7 @@ class Machine:
         started = time.monotonic()
         step: dict[str, Any] = {"name": name}
         self._steps.append(step)
+        self.status.under_way(self._action, name)
         try:
             result = call()
             if isinstance(result, dict):
@@ -261,13 +259,20 @@ class Machine:
         finally:
             step["seconds"] = round(time.monotonic() - started, 4)
 
+    def _in_words(self, error: BaseException) -> str:
+        """What was foreseen says it all itself. Of an error of Python's own, step and type are half of the story."""
+        if type(error).__module__ != "builtins":
+            return str(error)
+        under_way = self.status.value["under_way"]
+        return f"{under_way['step'] + ': ' if under_way else ''}{type(error).__name__}: {error}"
+
     # -- what is published ------------------------------------------------------------------------
 
-    def _begin(self, state: str) -> float:
-        self._steps = []
+    def _begin(self, action: str, state: str) -> float:
+        self._action, self._steps = action, []
         stacks.arm(self.control_dir)
         self.status.value["generation"] += 1
-        self._publish(state, state=state)
+        self._publish(state, state=state, under_way={"action": action, "step": "begin"})
         return time.monotonic()
 
     def _end(
@@ -290,14 +295,21 @@ class Machine:
             evidence=evidence or [],
         )
         self._publish_processes([], residue or {})
+        stacks.disarm(self.control_dir)
+        # Of "prepared" this is the last that we write: an agent may dump as soon as it is there.
         self._publish(action, strict, state=state, last=last)
+        if state != protocol.PREPARED:
+            self._disarm()
 
     def _publish(self, event: str, strict: bool = False, **fields: Any) -> None:
-        """Only "prepared" must reach the disk to be true. For the rest a full disk is not the engine's problem."""
+        """Only "prepared" must reach the disk to be true; unwritten, it never was. For the rest a full disk is not the
+        engine's problem."""
+        before = dict(self.status.value)
         try:
             self.status.update(event, **fields)
         except OSError as error:
             if strict:
+                self.status.value = before
                 raise Refused(f"the control directory can't be written: {error}") from error
 
     def _note(self, action: str, requests: list[str], text: str) -> None:
@@ -308,7 +320,7 @@ class Machine:
         self._publish(protocol.STARTING)
 
     def publish_failed(self, fatal: Fatal) -> None:
-        last = protocol.outcome(self.state, str(fatal))
+        last = protocol.outcome(self._action or self.state, str(fatal), steps=self._steps)
         self._publish(protocol.FAILED, state=protocol.FAILED, last=last)
 
     def publish_serving(self) -> None:
@@ -331,20 +343,21 @@ class Machine:
 
     # -- deadlines --------------------------------------------------------------------------------
 
-    def _deadline(self, action: str, exit_code: int) -> None:
+    def _watch(self, action: str, exit_code: int) -> None:
+        """From here on the guard ends what hangs."""
+        if not self._ensure_guard():
+            raise Refused("the guard process is gone and could not be started again")
         seconds = self.status.value["deadlines"][action]
+        deadline = {"armed": True, "action": action, "seconds": seconds, "exit_code": exit_code}
         try:
-            self._write_deadline({"armed": True, "action": action, "seconds": seconds, "exit_code": exit_code})
+            protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), deadline)
         except OSError as error:
             raise Refused(f"the deadline can't be written to the control directory: {error.strerror}") from None
 
     def _disarm(self) -> None:
-        stacks.disarm(self.control_dir)
+        """Take the file away: that works on a full disk, too."""
         with contextlib.suppress(OSError):
-            self._write_deadline({"armed": False})
-
-    def _write_deadline(self, value: dict[str, Any]) -> None:
-        protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), value)
+            os.unlink(os.path.join(self.control_dir, protocol.DEADLINE_FILE))
 
 
 class Fatal(Exception):
@@ -413,6 +426,6 @@ def end_tree(control_dir: str, fatal: Fatal) -> None:
     found = guard.stacks(control_dir)
     if found:
         protocol.say(found)
-        leave_verdict(control_dir, fatal, found)
+    leave_verdict(control_dir, fatal, found)
     guard.kill_session()
     os._exit(fatal.exit_code)

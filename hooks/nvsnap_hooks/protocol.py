@@ -98,6 +98,7 @@ def new_status(state: str, **fields: Any) -> dict[str, Any]:
         "incarnation": None,
         "processes": [],
         "deadlines": {},
+        "under_way": None,
         "last": None,
         "updated": timestamp(),
         **fields,

@@ -5,6 +5,7 @@ Armed only while an action runs, so that nothing is open while a process is prep
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 
@@ -26,14 +27,25 @@ def arm(control_dir: str) -> None:
     """Write this process's stacks to ``stacks/<pid>.txt`` whenever SIGNAL comes. Best effort: a full disk is no reason to stop."""
     pid = os.getpid()
     if pid in _armed:
+        _armed[pid].truncate(0)
         return
     try:
         os.makedirs(os.path.join(control_dir, protocol.STACKS_DIR), 0o700, exist_ok=True)
-        file = open(path(control_dir, pid), "w", encoding="utf-8")  # noqa: SIM115 (kept open for the handler)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = open(os.open(path(control_dir, pid), flags, 0o600), "w", encoding="utf-8")  # noqa: SIM115 (for the handler)
     except OSError:
         return
     faulthandler.register(SIGNAL, file, all_threads=True)
     _armed[pid] = file
+
+
+def note(text: str) -> None:
+    """Leave word of a failure for whoever ends the engine: this process stays armed until its next action has gone well."""
+    file = _armed.get(os.getpid())
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.write(f"{text}\n")
+            file.flush()
 
 
 def disarm(control_dir: str) -> None:

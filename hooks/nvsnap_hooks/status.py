@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from . import protocol
@@ -29,7 +30,7 @@ class Status:
 
         The status is written last: whoever reads "prepared" may dump at once, and nothing of ours is under way then.
         """
-        self.value.update(fields)
+        self.value.update({"under_way": None, **fields})
         self.value["snapshot_ready"] = self.value["state"] == protocol.PREPARED
         self.value["leader"]["pid_namespace"] = protocol.pid_namespace()
         self.value["updated"] = protocol.timestamp()
@@ -38,6 +39,12 @@ class Status:
         self.pending = True
         protocol.write_json(self.path, self.value)
         self.pending = False
+
+    def under_way(self, action: str, step: str) -> None:
+        """Leave word of what comes next: whoever finds this process dead or stuck can say in which step. Best effort."""
+        self.value["under_way"] = {"action": action, "step": step}
+        with contextlib.suppress(OSError):
+            protocol.write_json(self.path, self.value)
 
     def retry(self) -> None:
         """What a full disk kept from being published is published as soon as it can be."""

@@ -58,6 +58,8 @@ class Session:
 
     def deadline(self, seconds: float, armed: bool = True, **more: Any) -> None:
         value = {"armed": armed, "action": "restore", "seconds": seconds, "exit_code": 74, **more}
+        state = {"prepare": protocol.PREPARING, "restore": protocol.RESTORING}[value["action"]]
+        protocol.write_json(self.control / protocol.STATUS_FILE, {"state": state})
         protocol.write_json(self.control / protocol.DEADLINE_FILE, value)
 
     def read(self, name: str) -> dict[str, Any]:
@@ -122,9 +124,7 @@ def test_a_missed_deadline_ends_the_session_and_nobody_else(
     verdict = session.read(protocol.VERDICT_FILE)
     assert verdict["exit_code"] == 75
     assert verdict["reason"] == "prepare did not end within 0.5 s"
-    assert (
-        (control / "stderr.log").read_text().startswith("nvsnap: prepare did not end within 0.5 s: ending the engine")
-    )
+    assert (control / "stderr.log").read_text() == "nvsnap: prepare did not end within 0.5 s: ending the engine\n"
     assert procfs.alive(neighbour.leader.pid)
     assert procfs.alive(neighbour.guard)
     assert neighbour.read(protocol.VERDICT_FILE) == {}

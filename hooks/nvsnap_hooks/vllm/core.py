@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 
     Report = dict[str, Any]
 
-QUICK = ("close", "poll", "park")  # asked between the steps of running requests: no more than a look
-
 
 def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
     """Becomes a method of EngineCoreProc, called by the leader as a utility. Never raises: the report says what went wrong."""
     gate = _Gate.of(core)
-    if action not in QUICK:
-        stacks.arm(gate.control_dir)
+    stacks.arm(gate.control_dir)
     report: Report = {"ok": True, "error": None, "pid": os.getpid()}
     try:
         report.update(getattr(gate, f"do_{action}")(options) or {})

@@ -1,7 +1,8 @@
-"""How the stand-in goes wrong when it is told to: it wraps its own transport, and what the hooks gave its workers."""
+"""How the stand-in goes wrong when it is told to: it wraps its own transport, and what the hooks brought along."""
 
 import ctypes
 import functools
+import importlib
 import os
 import signal
 import sys
@@ -40,30 +41,81 @@ def own_handlers():
         signal.signal(getattr(signal, rest.rpartition(":")[2]), lambda *_: os._exit(1))
 
 
-def install(rank):
-    """In a worker, once its modules are imported."""
-    import torch.distributed as dist
+METHODS = ("release", "reacquire", "residue")
+ACTIONS = ("close", "poll", "park", "hold", "environment", "open")
+# Where the hooks can be struck: in which kind of process, which callable, and the name of that place. "{1}": the first
+# argument after self is part of the name.
+PLACES = {
+    "rank": [
+        *(("vllm.worker", f"Broadcasters.{method}", f"broadcasters.{method}") for method in METHODS),
+        *(("vllm.worker", f"CpuShm.{method}", f"cpu_shm.{method}") for method in METHODS),
+        *(("vllm.worker", f"Groups.{method}", f"groups.{method}") for method in METHODS),
+        ("vllm.worker", "_Rank.do_check", "check"),
+        ("vllm.worker", "_Rank.do_environment", "environment"),
+        ("vllm.worker", "_prove", "prove"),
+    ],
+    "core": [
+        *(("vllm.core", f"_Gate.do_{action}", action) for action in ACTIONS),
+        ("vllm.core", "_Gate._ranks", "ranks.{1}"),
+    ],
+    "leader": [
+        ("machine", "Machine._watch", "watch"),
+        ("machine", "Machine._step", "{1}"),
+        ("machine", "Machine._on_ranks", "ranks.{1}"),
+        ("status", "Status.update", "publish.{1}"),
+    ],
+}
 
-    dist.Transport.close = _leaky(dist.Transport.close, rank)
-    hooks = sys.modules.get("nvsnap_hooks.vllm.worker")
-    if hooks is None:
+
+def install(who):
+    """Once the hooks of this process are imported. ``who``: a rank, "core" or "leader"."""
+    if isinstance(who, int):
+        import torch.distributed as dist
+
+        dist.Transport.close = _leaky(dist.Transport.close, who)
+    if "nvsnap_hooks.vllm.worker" not in sys.modules:
         return
-    for name, resource in (("broadcasters", hooks.Broadcasters), ("cpu_shm", hooks.CpuShm), ("groups", hooks.Groups)):
-        for method in ("release", "reacquire", "residue"):
-            setattr(resource, method, _wrapped(getattr(resource, method), f"{name}.{method}", rank))
+    for module, target, place in PLACES["rank" if isinstance(who, int) else who]:
+        owner = importlib.import_module(f"nvsnap_hooks.{module}")
+        *path, name = target.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, _wrapped(getattr(owner, name), place, who))
 
 
-def _wrapped(original, where, rank):
+def _wrapped(original, place, who):
     @functools.wraps(original)
     def call(*args, **kwargs):
-        kind = fault(where, rank)
+        where = place.format(*args)
+        _record(where, who)
+        kind = fault(where, who)
         if kind == "residue":
             return [*original(*args, **kwargs), "a planted leftover"]
+        if kind == "raise_after":
+            original(*args, **kwargs)
+            kind = "raise"
+        if kind == "raise" and where.startswith("publish"):
+            return _unwritten(args[0], where, original, args[1:], kwargs)
         if kind:
             act(kind, where)
         return original(*args, **kwargs)
 
     return call
+
+
+def _unwritten(status, where, update, args, kwargs):
+    """What is published changes, and the file can't be written."""
+    path, status.path = status.path, f"/proc/planted at {where}"
+    try:
+        return update(status, *args, **kwargs)
+    finally:
+        status.path = path
+
+
+def _record(where, who):
+    if path := os.environ.get("STANDIN_RECORD"):
+        with open(path, "a") as file:
+            file.write(f"{where}:{who}\n")
 
 
 def _leaky(original, rank):

@@ -21,6 +21,7 @@ async def run_server(config, port):
         print(f"the stand-in fails at its start, with status {code}", file=sys.stderr)
         sys.exit(code)
     llm = AsyncLLM(config, None)
+    standin.install("leader")
     frontend = Frontend(llm)
     frontend.server = server = Server(frontend.handle)
     loop.add_signal_handler(signal.SIGTERM, server.should_exit.set)

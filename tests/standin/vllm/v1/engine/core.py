@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 
+from vllm import standin
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -23,6 +24,7 @@ class EngineCoreProc:
         signal.signal(signal.SIGTERM, self._stop)
         failed = (EngineCoreRequestType.EXECUTOR_FAILED, b"")
         self.model_executor = MultiprocExecutor(vllm_config, lambda: self.input_queue.put(failed))
+        standin.install("core")
         time.sleep(vllm_config.startup_seconds)
         self._connection = connection
         threading.Thread(target=self._read, daemon=True).start()
