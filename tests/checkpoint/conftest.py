@@ -22,7 +22,7 @@ def find_criu() -> tuple[str, str]:
         return "", str(error)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def criu() -> str:
     if os.geteuid() != 0:
         pytest.skip("CRIU needs root")

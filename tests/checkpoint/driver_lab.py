@@ -46,8 +46,8 @@ def wait_until(look: Callable[[], T], what: str, seconds: float = 20.0) -> T:
 class Connection:
     """One client of the stand-in."""
 
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.socket = socket.create_connection((host.strip("[]"), port), timeout=10)
         self.reader = self.socket.makefile("rb")
 
     def ask(self, line: str = "get") -> dict[str, Any]:
@@ -74,6 +74,7 @@ class Lab:
     port: int
     shm: str
     python: tuple[str, ...] = (sys.executable,)
+    host: str = "127.0.0.1"
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -121,7 +122,7 @@ class Lab:
 
     def launch(self, *extras: str, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         """The stand-in under a launcher, both run by ``self.python``."""
-        command = [self.python[-1], str(STAND_IN), str(self.port), self.shm, *extras]
+        command = [self.python[-1], str(STAND_IN), f"{self.host}:{self.port}", self.shm, *extras]
         more = {} if self.python[-1] == sys.executable else {"PYTHONPATH": USERS_PATH}
         process = self.start("launcher", "run", *options, "--", *command, python=self.python, **more)
         wait_until(self.ask, "the stand-in")
@@ -137,7 +138,7 @@ class Lab:
         return process
 
     def ask(self, line: str = "get") -> dict[str, Any]:
-        connection = Connection(self.port)
+        connection = Connection(self.port, self.host)
         try:
             return connection.ask(line)
         finally:

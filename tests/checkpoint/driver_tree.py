@@ -1,5 +1,5 @@
 """A small engine tree that plays the control protocol, without an engine: a leader with a control thread, a listener, a
-child process behind a socket pair, shared memory. Arguments: PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf] [held]: deaf
+child process behind a socket pair, shared memory. Arguments: [HOST:]PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf] [held]: deaf
 prepares, but never restores; held begins what it is asked for (prepare.begun or restore.begun in the control directory) and ends it
 when there is a file of that name with .go.
 
@@ -26,7 +26,7 @@ SHM_BYTES = 64 << 20
 
 
 class Leader:
-    def __init__(self, port: int, shm: str, extras: list[str]) -> None:
+    def __init__(self, host: str, port: int, shm: str, extras: list[str]) -> None:
         self.state, self.mode, self.generation = "serving", "cold", 0
         self.incarnation: str | None = None
         self.env: dict = {}
@@ -44,7 +44,8 @@ class Leader:
         far.close()
         self.extras = [self.extra(name) for name in extras]
         self.register()
-        self.listener = socket.create_server(("127.0.0.1", port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
         threading.Thread(target=self.control, daemon=True).start()
         threading.Thread(target=self.signals, daemon=True).start()
 
@@ -199,6 +200,7 @@ def child(pipe: socket.socket, memory: mmap.mmap) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-    leader = Leader(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    host, _, port = sys.argv[1].rpartition(":")
+    leader = Leader(host.strip("[]") or "127.0.0.1", int(port), sys.argv[2], sys.argv[3:])
     print("up", flush=True)
     leader.run()

@@ -1,0 +1,238 @@
+"""One image, many servers: one after another, elsewhere, two at once. The stand-in engine with all hooks, and a real CRIU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from driver_lab import ROOT, Lab, make_lab, wait_until
+from moving import Copy, digest, texts
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
+
+STANDIN = ROOT / "tests" / "standin"
+SECRET, NEW_SECRET = "hf-canary-at-the-start", "hf-canary-of-the-restore"
+QUESTION = '{"prompt": "p", "max_tokens": 3}'
+
+
+class Hooked(Lab):
+    """A lab whose tree is the stand-in engine of the contract tests: every hook in it is real."""
+
+    def environment(self, **more: str) -> dict[str, str]:
+        path = os.pathsep.join([str(STANDIN / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        own = {"PYTHONPATH": f"{STANDIN}:{ROOT}", "PATH": path, "HF_TOKEN": SECRET, "NVSNAP_ENV_ALLOW": "SITE_ZONE"}
+        return super().environment(**own) | more
+
+    def serve(self) -> None:
+        self.start("launcher", "run", "--", "vllm", "serve", "M", "--port", str(self.port), "-tp", "2")
+        wait_until(lambda: self.state() == "serving", "the stand-in", 60)
+
+    def tokens(self, ask: Callable[[int, str, str], str]) -> list[int]:
+        """The answer to a question that goes to 127.0.0.1 in whatever network."""
+        found: list[int] = json.loads(ask(self.port, "/v1/completions", QUESTION))["tokens"]
+        return found
+
+
+def here(port: int, path: str, body: str) -> str:
+    command = ["curl", "-sSf", f"http://127.0.0.1:{port}{path}", "-d", body]
+    return subprocess.run(command, capture_output=True, check=True, text=True, timeout=30).stdout
+
+
+@dataclass
+class Moved:
+    lab: Hooked
+    answer: list[int]
+    digest: str
+    copies: list[Copy] = field(default_factory=list)
+
+    def copy(self, name: str, image: Path | None = None) -> Copy:
+        self.copies.append(Copy(image or self.lab.image, self.lab.folder, name, self.lab.environment()))
+        return self.copies[-1]
+
+    def right(self, copy: Copy) -> bool:
+        return self.lab.tokens(lambda *what: copy.post(*what, "127.0.0.1")) == self.answer
+
+    def variable(self, copy: Copy, name: str) -> set[str | None]:
+        """An environment variable as leader, core and each rank see it."""
+        found = json.loads(copy.inside("curl", "-sSf", f"http://127.0.0.1:{self.lab.port}/environment?name={name}"))
+        return {found["leader"], found["core"], *found["ranks"]}
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory, criu: str) -> Iterator[Moved]:
+    """An image, and the server that it was made of, which goes on beside all that is brought back."""
+    for plain in make_lab(tmp_path_factory.mktemp("moves"), criu):
+        lab = Hooked(plain.folder, plain.criu, plain.port, plain.shm)
+        found = Moved(lab, [], "")
+        try:
+            lab.serve()
+            found.answer = lab.tokens(here)
+            made = lab.create("--leave-running")
+            assert made.returncode == 0, made.stderr
+            assert SECRET not in made.stderr + (lab.image / "manifest.json").read_text()
+            found.digest = digest(lab.image)
+            yield found
+            assert lab.tokens(here) == found.answer
+        finally:
+            lab.end()
+
+
+@pytest.fixture
+def moved(frozen: Moved) -> Iterator[Moved]:
+    """For one test: what it started is ended, and the image is as it was."""
+    yield frozen
+    while frozen.copies:
+        frozen.copies.pop().end()
+    assert digest(frozen.lab.image) == frozen.digest
+
+
+def test_one_after_another(moved: Moved) -> None:
+    first = moved.copy("first").start().serving()
+    assert moved.right(first)
+    assert first.stop() == 0
+    second = moved.copy("second").start().serving()
+    assert moved.right(second)
+    assert second.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert moved.right(moved.copy("second").start().serving()), "in the control directory of one that was killed"
+
+    third = moved.copy("third").start().serving()
+    assert moved.lab.run("prepare", "--control-dir", str(third.control)).returncode == 0
+    assert moved.lab.run("restore", "--control-dir", str(third.control)).returncode == 0
+    assert moved.right(third)
+    image = moved.lab.folder / "image-of-the-third"
+    made = moved.lab.run("snapshot", "create", str(image), "--control-dir", str(third.control))
+    assert made.returncode == 0, made.stderr
+    assert third.process.wait(20) == 0, third.words()
+    fourth = moved.copy("fourth", image).start().serving()
+    assert moved.right(fourth)
+    assert not [path.name for path in (image / "images").iterdir() if path.name.startswith(("netdev", "ipcns", "uts"))]
+
+
+def test_two_at_once(moved: Moved) -> None:
+    copies = [moved.copy(f"pod-{number}") for number in (1, 2)]
+    for copy in copies:
+        copy.environment["HF_TOKEN"] = NEW_SECRET
+        copy.start("--env", f"POD_IP={copy.name}", "--env", "HF_TOKEN", "--env", f"SITE_ZONE={copy.name}")
+    for copy in copies:
+        copy.serving()
+        assert moved.right(copy)
+        for name, value in (("POD_IP", copy.name), ("SITE_ZONE", copy.name), ("HF_TOKEN", NEW_SECRET)):
+            assert moved.variable(copy, name) == {value}
+        assert copy.inside("hostname").strip() == copy.name
+    first, second = copies
+    assert not first.namespaces() & second.namespaces(), (
+        "processes, files, network, shared memory, name: nothing is shared"
+    )
+    of_original = {os.readlink(f"/proc/{os.getpid()}/ns/{kind}") for kind in ("pid", "mnt", "net", "ipc", "uts")}  # noqa: PTH115
+    assert not first.namespaces() & of_original
+    assert first.stop() == 0
+    assert moved.right(second), "the other goes on"
+    events = [json.loads(line)["event"] for line in (second.control / "events.jsonl").read_text().splitlines()]
+    assert events.count("restore") == 1, "it saw nothing of the first"
+
+
+def test_secrets_are_in_no_file_but_the_metadata(moved: Moved) -> None:
+    copy = (
+        moved.copy("secretive").start("--env", f"HF_TOKEN={NEW_SECRET}", "--env", f"SITE_ZONE={NEW_SECRET}").serving()
+    )
+    (copy.control / "restore.json").unlink()
+    image = moved.lab.folder / "secret-image"
+    words = [
+        moved.lab.run(*command, "--control-dir", str(copy.control)) for command in (("status",), ("status", "--json"))
+    ]
+    words.append(moved.lab.run("doctor", "--control-dir", str(copy.control)))
+    words.append(moved.lab.run("audit", "--control-dir", str(copy.control)))
+    words.append(moved.lab.run("snapshot", "create", str(image), "--control-dir", str(copy.control)))
+    assert words[-1].returncode == 0, words[-1].stderr
+    assert copy.process.wait(20) == 0
+    words.append(moved.lab.run("snapshot", "inspect", str(image), "--json"))
+    said = "".join(word.stdout + word.stderr for word in words) + copy.words()
+    written = texts(copy.control) + texts(moved.lab.control) + texts(image / "files")
+    written += "".join((image / name).read_text(errors="replace") for name in ("manifest.json", "images/dump.log"))
+    for secret in (SECRET, NEW_SECRET):
+        assert secret not in said
+        assert secret not in written
+    assert NEW_SECRET.encode() in b"".join(path.read_bytes() for path in image.rglob("pages-*.img")), (
+        "it is in the memory"
+    )
+
+
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"])
+def test_what_is_not_here_is_named(moved: Moved, name: str) -> None:
+    gone, right = ("10.77.0.1", "10.9.0.2") if name == "VLLM_HOST_IP" else ("eth7", "v0")
+    lost = moved.copy("lost").start("--env", f"{name}={gone}")
+    assert lost.process.wait(60) == 74
+    told = [
+        line for line in lost.words().splitlines() if line.startswith("nvsnap_launch: ") and "restore failed" in line
+    ]
+    assert told and all(name in line and gone in line for line in told), lost.words()
+    found = moved.copy("found").start("--env", f"{name}={right}").serving()
+    assert moved.variable(found, name) == {right}
+    assert moved.right(found)
+
+
+def test_what_the_engine_does_not_take_is_refused_first(moved: Moved) -> None:
+    for options in (
+        ("--env", f"LD_PRELOAD={SECRET}"),
+        ("--env", f"BAD={SECRET}"),
+        ("--unset", "PATH"),
+        ("--env", "NVSNAP_X=1"),
+    ):
+        copy = moved.copy("refused").start(*options)
+        assert copy.process.wait(20) == 64
+        assert f"does not take {options[1].partition('=')[0]} " in copy.words()
+        assert SECRET not in copy.words()
+        assert not copy.control.exists()
+
+
+def test_a_control_directory_of_a_running_copy_is_refused(moved: Moved) -> None:
+    first = moved.copy("busy").start().serving()
+    (moved.lab.folder / "busy.log").rename(moved.lab.folder / "first.log")
+    second = moved.copy("busy").start()
+    assert second.process.wait(20) == 64
+    assert f"control directory {first.control} is in use by launcher" in second.words()
+    assert moved.right(first)
+
+
+def network(lab: Lab, *commands: str) -> tuple[str, ...]:
+    """Python in a new network, after these commands."""
+    return ("unshare", "--net", "sh", "-ec", "; ".join([*commands, 'exec "$@"']), "sh", sys.executable)
+
+
+def test_listening_addresses(lab: Lab) -> None:
+    """One that is everywhere comes along; one that is not here, or in use here, is named before anything starts."""
+    lab.host = "127.0.0.9"
+    lab.launch()
+    assert lab.create("--leave-running").returncode == 0
+    text = f"the server listens on 127.0.0.9:{lab.port}, which is "
+    before = sorted(path.name for path in lab.folder.rglob("*"))
+    other = ("--control-dir", str(lab.folder / "other"))
+    refused = lab.run("snapshot", "restore", str(lab.image), *other)
+    assert (refused.returncode, text + "in use here" in refused.stderr) == (64, True), refused.stderr
+    assert text + "in use here" in lab.run("snapshot", "inspect", str(lab.image)).stdout
+    assert sorted(path.name for path in lab.folder.rglob("*")) == before
+    gone = lab.start("gone", "snapshot", "restore", str(lab.image), *other, python=network(lab))
+    assert gone.wait(20) == 64
+    assert text + "no address here" in lab.words("gone")
+    lab.start("there", "snapshot", "restore", str(lab.image), *other, python=network(lab, "ip link set lo up"))
+    wait_until(lambda: "serving after" in lab.words("there"), "the one with that address")
+
+
+@pytest.mark.parametrize(("host", "at"), [("0.0.0.0", "10.9.0.2"), ("[::]", "10.9.0.2"), ("[::]", "::1")])
+def test_a_listener_for_all_addresses_comes_along(lab: Lab, host: str, at: str) -> None:
+    lab.host = host
+    lab.launch()
+    assert lab.create("--leave-running").returncode == 0
+    copy = Copy(lab.image, lab.folder, "moved", lab.environment()).start()
+    try:
+        ask = f"s = socket.create_connection(('{at}', {lab.port})); s.sendall(b'get\\n'); print(s.recv(4096).decode())"
+        assert json.loads(copy.serving().inside(sys.executable, "-c", f"import socket; {ask}"))["mode"] == "restored"
+    finally:
+        copy.end()

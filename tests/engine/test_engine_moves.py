@@ -1,0 +1,118 @@
+"""One image of a real vLLM on two ranks, with a real CRIU: brought back again and again, elsewhere, and twice at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from engine_support import PROMPTS, ROOT, Engine, Server, completion
+from moving import Copy, digest, texts
+
+pytestmark = [pytest.mark.engine, pytest.mark.criu, pytest.mark.timeout(300)]
+
+WORK = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work")
+SECRET = "hf-canary-of-the-moves"
+SHAPE = ("--host", "0.0.0.0", "--tensor-parallel-size", "2", "--enforce-eager")
+VALUES = ("--worker-extension-cls", "users_extension.Extension")
+
+
+@dataclass
+class Moved:
+    server: Server
+    image: Path
+    answers: dict[str, tuple[int, ...]]
+    digest: str
+    copies: list[Copy] = field(default_factory=list)
+
+    def copy(self, name: str, address: str = "10.9.0.2", image: Path | None = None) -> Copy:
+        environment = {**self.server.env(), "PYTHONPATH": str(ROOT)}
+        self.copies.append(Copy(image or self.image, self.server.folder, name, environment, address))
+        return self.copies[-1]
+
+    def right(self, copy: Copy) -> bool:
+        """Whether a copy answers as the server did before it was frozen."""
+        return {prompt: self.ask(copy, prompt) for prompt in PROMPTS} == self.answers
+
+    def ask(self, copy: Copy, prompt: str) -> tuple[int, ...]:
+        answer = copy.post(self.server.port, "/v1/completions", json.dumps(completion(prompt, 24)))
+        return tuple(json.loads(answer)["choices"][0]["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def moved(engine: Engine, user_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moved]:
+    if os.geteuid() != 0 or not (WORK / "criu" / "criu").exists():
+        pytest.skip("needs root and tools/unpack-criu")
+    folder = tmp_path_factory.mktemp("moves")
+    values = {"PYTHONPATH": str(user_folder), "NVSNAP_CRIU": str(WORK / "criu" / "criu"), "HF_TOKEN": SECRET}
+    server = Server(engine, folder, (*SHAPE, *VALUES), values)
+    found = Moved(server, folder / "image", {}, "")
+    try:
+        server.start()
+        found.answers = {prompt: server.ask(prompt) for prompt in PROMPTS}
+        made = server.cli("snapshot", "create", str(found.image))
+        assert made.returncode == 0, made.stderr
+        print(made.stderr)
+        assert server.wait_exit(30) == 0
+        found.digest = digest(found.image)
+        yield found
+    finally:
+        for copy in found.copies:
+            copy.end()
+        server.end()
+
+
+@pytest.fixture(autouse=True)
+def image_as_it_was(moved: Moved) -> Iterator[None]:
+    yield
+    assert digest(moved.image) == moved.digest
+
+
+def test_one_after_another(moved: Moved) -> None:
+    for name, number, code in (("first", signal.SIGTERM, 143), ("second", signal.SIGKILL, -9)):
+        copy = moved.copy(name).start().serving()
+        assert moved.right(copy)
+        assert copy.stop(number) in (0, code), copy.words()
+        print(copy.words())
+
+
+def test_frozen_again_where_it_is(moved: Moved) -> None:
+    third = moved.copy("third").start().serving()
+    assert moved.right(third)
+    image = moved.server.folder / "image-of-the-third"
+    made = moved.server.cli("snapshot", "create", str(image), "--control-dir", str(third.control))
+    assert made.returncode == 0, made.stderr
+    assert third.process.wait(30) == 0
+    again = moved.copy("fourth", "10.9.0.4", image).start().serving()
+    assert moved.right(again)
+    again.stop()
+
+
+def test_two_at_once(moved: Moved) -> None:
+    copies = [moved.copy(f"pod-{n}", f"10.9.0.{n}") for n in (5, 6)]
+    for copy in copies:
+        copy.start("--env", f"POD_NAME={copy.name}", "--unset", "HF_TOKEN")
+    for copy in copies:
+        copy.serving()
+        assert moved.right(copy)
+        told = copy.post(moved.server.port, "/collective_rpc", '{"method": "user_environment", "args": []}')
+        assert json.loads(told) == {"results": [[copy.name, None]] * 2}
+    first, second = copies
+    assert not first.namespaces() & second.namespaces(), "nothing is shared"
+    first.stop()
+    assert moved.right(second), "the other goes on"
+    assert SECRET not in texts(second.control) + second.words()
+    second.stop()
+
+
+def test_an_interface_that_is_gone(moved: Moved) -> None:
+    copy = moved.copy("lost").start("--env", "GLOO_SOCKET_IFNAME=eth7")
+    assert copy.process.wait(60) == 74
+    assert "GLOO_SOCKET_IFNAME names the interface 'eth7', which is not here" in copy.words()
+    found = moved.copy("found").start("--env", "GLOO_SOCKET_IFNAME=v0").serving()
+    assert moved.right(found)
+    found.stop()
