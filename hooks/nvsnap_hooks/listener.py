@@ -40,9 +40,9 @@ def silent() -> list[str]:
     return wrong
 
 
-def count() -> int:
-    """How many listening sockets there are, TCP and Unix."""
-    return sum(1 for _, sock in _streams() if _listens(sock))
+def count(unix: bool = True) -> int:
+    """How many listening sockets there are: TCP, and Unix unless it is said not to count them."""
+    return sum(1 for _, sock in _streams() if _listens(sock) and (unix or sock.family in _INET))
 
 
 def unix_clients(tree: Iterable[int]) -> list[str]:

@@ -17,7 +17,7 @@ from hooks_support import config, environment, run, write
 from nvsnap_hooks import importhook, registry
 
 SOURCE = """
-    import functools
+    import dataclasses, enum, functools
 
     def function(a, b, c=1):
         return ("function", a, b, c)
@@ -48,6 +48,32 @@ SOURCE = """
 
     class Child(Thing):
         pass
+
+    class Base:
+        def __init__(self):
+            self.inherited = 1
+
+    def logged(original):
+        return functools.wraps(original)(lambda *args: original(*args))
+
+    class Made(Base):
+        from_class = 1
+
+        @logged
+        def __init__(self, choice):
+            super().__init__()
+            if choice:
+                self.chosen = self.read_only
+            self.second, self.third = choice, choice
+            local = 1
+
+    @dataclasses.dataclass
+    class Recorded:
+        field: int
+        optional: int = dataclasses.field(default=1, init=False)
+
+    class Colour(enum.Enum):
+        RED = 1
 
     class Stubborn(type):
         def __setattr__(cls, name, value):
@@ -154,6 +180,61 @@ def test_another_target_is_left_alone_and_named(qualname: str, parameters: tuple
     registry.target("patch", "patched_engine", qualname, parameters)
     engine()
     assert registry.patches["patch"] == said, "a target that is only called is checked alike"
+
+
+@pytest.mark.parametrize(
+    ("qualname", "names", "missing"),
+    [
+        ("Thing", ("method", "static", "of_class", "Inner"), ""),
+        ("Made", ("chosen", "second", "third", "from_class", "inherited"), ""),
+        ("Made", ("chosen", "local", "read_only"), "local, read_only"),
+        ("Recorded", ("field", "optional"), ""),
+        ("Recorded", ("renamed",), "renamed"),
+        ("Colour", ("RED",), ""),
+        ("Colour", ("GREEN", "RED", "BLUE"), "GREEN, BLUE"),
+        ("", ("function", "Thing", "not_callable"), ""),
+        ("", ("gone",), "gone"),
+        ("keyword_only", ("b",), ""),
+        ("Thing.static", ("b",), ""),
+        ("Thing.static", ("c",), "c"),
+    ],
+)
+def test_names_that_are_read(qualname: str, names: tuple[str, ...], missing: str) -> None:
+    registry.target("read", "patched_engine", qualname, (), names)
+    engine()
+    where = f"patched_engine.{qualname}".rstrip(".")
+    assert registry.patches["read"] == (f"missing: {where}: has no {missing}" if missing else "applied")
+
+
+def test_a_keyword_that_is_gone_from_a_wrapped_function() -> None:
+    registry.wrap("patch", "patched_engine", "function", ("a",), around, ("renamed",))
+    assert engine().function(1, 2) == ("function", 1, 2, 1)
+    assert registry.patches["patch"] == "missing: patched_engine.function: has no renamed"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("@functools.wraps(original)", "applied"),
+        ("pass", "missing: patched_engine.function: takes (args, kwargs), expected (a, b, …)"),
+    ],
+    ids=["in the open", "in disguise"],
+)
+def test_wrapped_by_somebody_else_before(how: str, said: str, tmp_path: Path) -> None:
+    """Another plugin's wrapper that shows what it wraps is wrapped in turn; one that hides it is left alone, and named."""
+    plugin = f"""
+def plugin(original):
+    {how}
+    def theirs(*args, **kwargs):
+        return "theirs", original(*args, **kwargs)
+    return theirs
+function = plugin(function)
+"""
+    path = tmp_path / "patched_engine.py"
+    path.write_text(path.read_text() + plugin)
+    assert wrap("function", "a", "b") == said
+    answer = ("theirs", ("function", 1, 2, 1))
+    assert engine().function(1, 2) == (("ours", answer) if said == "applied" else answer)
 
 
 def test_what_does_not_stay_is_not_applied() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from hooks_support import HOOKS, config, environment, run, wait_until, write
 from nvsnap_hooks import vllm
-from nvsnap_hooks.vllm import versions
+from nvsnap_hooks.vllm import shapes, versions
 from nvsnap_hooks.vllm.versions import Target
+
+from matrix import wheel
 
 TARGETS = versions.TABLE["0.32.0"].targets
 
@@ -86,6 +89,7 @@ def test_what_the_hooks_name_is_in_every_entry() -> None:
     assert {"core_requests", "pause_states", "broadcaster", "groups", "utility_call"} <= used
     for version, entry in versions.TABLE.items():
         assert used <= set(entry.targets), version
+        assert {*shapes.LIMITS} - {"api_server_count"} == {*entry.targets["parallel_config"].names}, version
 
 
 @pytest.mark.parametrize(
@@ -214,6 +218,7 @@ def test_a_target_that_is_gone_is_the_only_one_missing(tmp_path: Path) -> None:
     for key, found in zip(folders, patches(*folders.values()), strict=True):
         assert found[key].startswith("missing: ")
         assert {other for other, state in found.items() if state != "applied"} == {key}
+        assert set(wheel.faults(wheel.Wheel(folders[key]), TARGETS)) == {key}, "as the source says without running it"
 
 
 def test_an_unverified_version_is_left_alone(tmp_path: Path) -> None:
@@ -221,12 +226,26 @@ def test_an_unverified_version_is_left_alone(tmp_path: Path) -> None:
     assert patches(tmp_path) == [{}]
 
 
+SERVER = """
+    import socket, sys
+    import vllm
+    zeromq = socket.socket(socket.AF_UNIX)
+    zeromq.bind("\\0nvsnap-test-%d" % __import__("os").getpid())
+    zeromq.listen()
+    print("imported", flush=True)
+    sys.stdin.readline()
+    http = socket.create_server(("127.0.0.1", 0))
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_an_unverified_server_says_so_when_asked(tmp_path: Path) -> None:
     """It runs unpatched; its leader is there to refuse a prepare with the reason."""
     package(tmp_path, "0.99.0")
     control = tmp_path / "control"
     control.mkdir(0o700)
-    script = write(tmp_path / "serve", "import vllm, sys\nprint('up', flush=True)\nsys.stdin.read()\n")
+    script = write(tmp_path / "serve", SERVER)
     process = subprocess.Popen(
         [sys.executable, str(script), "serve"],
         env=environment(control, tmp_path),
@@ -237,6 +256,15 @@ def test_an_unverified_server_says_so_when_asked(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "imported\n"
+        wait_until(lambda: _status(control))
+        process.send_signal(signal.SIGUSR2)  # answered by the turn of the control thread that looks for a server first
+        wait_until(lambda: "restore while starting" in (control / "events.jsonl").read_text())
+        assert _status(control)["state"] == "starting", "nobody could be answered yet"
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "up\n"
         wait_until(lambda: _status(control).get("state") == "serving")
         write(control / "asked.tmp", '{"id": "one"}').rename(control / "prepare")
         last = wait_until(lambda: _status(control).get("last"))
@@ -248,7 +276,7 @@ def test_an_unverified_server_says_so_when_asked(tmp_path: Path) -> None:
         said = wait_until((tmp_path / "stderr").read_text)
         assert said.startswith("nvsnap: prepare refused, serving: vLLM 0.99.0 is not verified")
         out, _ = process.communicate("", timeout=10)
-        assert (process.returncode, out) == (0, "up\n")
+        assert (process.returncode, out) == (0, "")
     finally:
         process.kill()
         process.wait()

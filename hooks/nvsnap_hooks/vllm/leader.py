@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-from .. import control, importhook, registry
+from .. import control, importhook, listener, registry
 from ..protocol import say
 from . import METHOD, versions
 
@@ -142,7 +142,10 @@ class VllmEngine:
         self._llm = llm
 
     def is_serving(self) -> bool:
-        return self.unpatched or (self._llm is not None and self.listening.is_set())
+        if not self.unpatched:
+            return self._llm is not None and self.listening.is_set()
+        # Nothing of ours runs when an unpatched server listens: look. (Its Unix sockets may be ZeroMQ's.)
+        return listener.count(unix=any(word.startswith("--uds") for word in sys.argv)) > 0
 
     # -- calls into the engine core ---------------------------------------------------------------
 
@@ -207,8 +210,6 @@ class VllmEngine:
         Their requests are aborted by vLLM itself as the loop sees the end of the connection; until then they must not run.
         ``closed_before``: descriptors that had no connection when this process was prepared.
         """
-        from .. import listener
-
         deadline = time.monotonic() + seconds
         while left := listener.closed() - closed_before:
             if time.monotonic() > deadline:

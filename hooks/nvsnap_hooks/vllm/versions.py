@@ -45,15 +45,15 @@ _GROUPS = "vllm.distributed.parallel_state"
 _DEVICES = "vllm.distributed.device_communicators"
 _TORCH = "torch.distributed.distributed_c10d"
 
-# Read in the released wheels of 0.27.1 to 0.32.0, where all of it is alike.
-_V0_27: dict[str, Target] = {
+# Read in the released wheels of 0.26.0 to 0.32.0, where all of it is alike.
+_V0_26: dict[str, Target] = {
     # the API server
     "async_llm": Target(
         _LEADER,
         "vllm.v1.engine.async_llm",
         "AsyncLLM.__init__",
         ("self", "vllm_config", "executor_class"),
-        ("client_count",),
+        ("client_count", "client_index"),
     ),
     "engine": Target(_LEADER, "vllm.v1.engine.async_llm", "AsyncLLM", names=("engine_core",)),
     "engine_shutdown": Target(_LEADER, "vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("self", "timeout")),
@@ -61,7 +61,15 @@ _V0_27: dict[str, Target] = {
         _LEADER, "vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("self", "method")
     ),
     "config": Target(_LEADER, "vllm.config", "VllmConfig", names=("parallel_config", "device_config")),
-    "parallel_config": Target(_LEADER, "vllm.config", "ParallelConfig", names=("data_parallel_size", "nnodes")),
+    "parallel_config": Target(
+        _LEADER,
+        "vllm.config",
+        "ParallelConfig",
+        names=tuple(
+            "data_parallel_size nnodes pipeline_parallel_size prefill_context_parallel_size "
+            "decode_context_parallel_size enable_expert_parallel".split()
+        ),
+    ),
     "device_config": Target(_LEADER, "vllm.config", "DeviceConfig", names=("device_type",)),
     "http_startup": Target(_LEADER, "uvicorn.server", "Server.startup", ("self", "sockets")),
     "http_server": Target(_LEADER, "uvicorn.server", "Server", names=("started",)),
@@ -122,7 +130,7 @@ _V0_27: dict[str, Target] = {
     # Only imported where they are used: what they lack is found when a prepare looks at the segments (cpu_shm.py).
     "communicator": Target((), f"{_DEVICES}.cpu_communicator", "CpuCommunicator", names=("dist_module", "rank")),
     "shm_communicator": Target((), f"{_DEVICES}.cpu_communicator", "_CPUSHMDistributed", names=("group_name",)),
-    # torch 2.13
+    # torch 2.13 (0.26.0 has 2.11)
     "torch_world": Target(_WORKER, _TORCH, "_World", names=("default_pg", "pg_names", "group_count")),
     "torch_groups": Target(_WORKER, _TORCH, "", names=("_world",)),
     "torch_init": Target(
@@ -132,14 +140,15 @@ _V0_27: dict[str, Target] = {
     "torch_destroy": Target(_WORKER, _TORCH, "destroy_process_group", ("group",)),
 }
 
-# Oldest first. A version that differs says in what: Entry("criu", {**_V0_27, "core_input": Target(…)}).
+# Oldest first. A version that differs says in what: Entry("criu", {**_V0_26, "core_input": Target(…)}).
 TABLE: dict[str, Entry] = {
-    "0.27.1": Entry("resolves", _V0_27),
-    "0.28.0": Entry("resolves", _V0_27),
-    "0.29.0": Entry("resolves", _V0_27),
-    "0.30.0": Entry("resolves", _V0_27),
-    "0.31.0": Entry("resolves", _V0_27),
-    "0.32.0": Entry("criu", _V0_27),
+    "0.26.0": Entry("resolves", _V0_26),
+    "0.27.1": Entry("resolves", _V0_26),
+    "0.28.0": Entry("resolves", _V0_26),
+    "0.29.0": Entry("resolves", _V0_26),
+    "0.30.0": Entry("resolves", _V0_26),
+    "0.31.0": Entry("resolves", _V0_26),
+    "0.32.0": Entry("criu", _V0_26),
 }
 
 # Of the version that runs here: set once, before its first module is imported.
@@ -167,6 +176,11 @@ def public(version: str) -> str:
 
 def lookup(version: str) -> Entry | None:
     return TABLE.get(public(version))
+
+
+def proven() -> list[str]:
+    """The versions that were seen to run, oldest first."""
+    return [version for version, entry in TABLE.items() if entry.level != LEVELS[0]]
 
 
 def conflict(version: str, require_level: str = "") -> str | None:

