@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _STALE_PATTERNS = (
 )
 # What a tree that was dumped goes on with when it is restored.
 _OF_THE_TREE = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE, f"{protocol.PROCESSES_DIR}/*.json*")
+_FOLDERS = (protocol.PROCESSES_DIR, protocol.STACKS_DIR, protocol.RENDEZVOUS_DIR)
 _PROBE_BYTES = 16384
 
 
@@ -135,6 +137,9 @@ class ControlDirectory:
             self._probe()
             for name in (protocol.PROCESSES_DIR, protocol.STACKS_DIR):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
+            for name in _FOLDERS:
+                if (self.path / name).is_symlink():  # what is in there would be taken for ours, and removed
+                    raise ControlDirectoryError(f"{self.path / name} is a symbolic link: remove it")
         except FileExistsError as error:
             raise ControlDirectoryError(f"control directory {self.path}: {error.filename} is not a directory") from None
         except OSError as error:
@@ -164,7 +169,10 @@ class ControlDirectory:
             raise self._taken(self.holder()) from None
         self._lock = descriptor
         marker = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        os.close(os.open(self.path / protocol.SUPERVISOR_LOCK, marker, 0o600))
+        try:
+            os.close(os.open(self.path / protocol.SUPERVISOR_LOCK, marker, 0o600))
+        except OSError as error:
+            raise _unusable(self.path / protocol.SUPERVISOR_LOCK, error) from None
 
     def refuse_one_in_use(self) -> None:
         """Without taking it. A launcher whose engine was dumped is about to end, and no obstacle. Raises ControlDirectoryError."""
@@ -283,4 +291,7 @@ class ControlDirectory:
 
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -69,10 +69,6 @@ PLACES = {
 
 def install(who):
     """Once the hooks of this process are imported. ``who``: a rank, "core" or "leader"."""
-    if isinstance(who, int):
-        import torch.distributed as dist
-
-        dist.Transport.close = _leaky(dist.Transport.close, who)
     if "nvsnap_hooks.vllm.worker" not in sys.modules:
         return
     for module, target, place in PLACES["rank" if isinstance(who, int) else who]:
@@ -116,6 +112,12 @@ def _record(where, who):
     if path := os.environ.get("STANDIN_RECORD"):
         with open(path, "a") as file:
             file.write(f"{where}:{who}\n")
+
+
+def install_leak(rank):
+    import torch.distributed as dist
+
+    dist.Transport.close = _leaky(dist.Transport.close, rank)
 
 
 def _leaky(original, rank):

@@ -100,6 +100,7 @@ class WorkerProc:
         wrapper = WorkerWrapperBase(rpc_rank=kwargs["rank"])
         wrapper.init_worker([kwargs])
         standin.install(kwargs["rank"])
+        standin.install_leak(kwargs["rank"])
         pipe.send("ready")
         while True:
             try:
