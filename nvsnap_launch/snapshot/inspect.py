@@ -10,7 +10,7 @@ from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import Manifest
 from nvsnap_launch.snapshot.progress import size_text
-from nvsnap_launch.snapshot.reasons import ids_in_use, reasons, taken_addresses
+from nvsnap_launch.snapshot.reasons import criu_problems, ids_in_use, reasons, taken_addresses
 
 
 def inspect(directory: Path, criu: str | None, whole: bool = False) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def inspect(directory: Path, criu: str | None, whole: bool = False) -> dict[str,
 
 
 def why_not(directory: Path, manifest: Manifest, criu: str | None, whole: bool) -> list[str]:
+    against = [reason.text for reason in reasons(directory, manifest, whole)]
     try:
-        found, missing = criu_tool.find(criu), []
+        return against + criu_problems(manifest, criu_tool.find(criu))
     except SnapshotError as error:
-        found, missing = None, [str(error)]
-    return [reason.text for reason in reasons(directory, manifest, found, whole)] + missing
+        return [*against, str(error)]
 
 
 def words(report: dict[str, Any]) -> str:

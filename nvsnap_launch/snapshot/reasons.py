@@ -33,20 +33,14 @@ class Reason:
     about: str = ""
 
 
-def reasons(directory: Path, manifest: Manifest, criu: Criu | None, whole: bool = False) -> list[Reason]:
-    """All that stands in the way of a restore here, whatever its options; ``criu`` None: none was found.
-
-    ``whole``: compare the large files in full, not by samples.
-    """
+def reasons(directory: Path, manifest: Manifest, whole: bool = False) -> list[Reason]:
+    """What stands in the way of a restore on this machine. ``whole``: compare the large files in full, not by samples."""
     found = [] if os.geteuid() == 0 else [Reason("restoring a snapshot needs root (CRIU does)", EXIT_REFUSED)]
     found += [Reason(text, EXIT_REFUSED) for text in not_ours(directory)]
     damaged, missing = f"{directory} is damaged:", "the tree would not find its files again:"
     found += [Reason(text, EXIT_FAILED, damaged) for text in manifests.problems(directory, manifest, whole)]
     found += [Reason(text, EXIT_REFUSED, "made elsewhere:") for text in surroundings.differences(manifest)]
-    found += [Reason(text, EXIT_FAILED, missing) for text in missing_files(manifest)]
-    if criu is not None:
-        found += [Reason(text, EXIT_REFUSED) for text in criu_problems(manifest, criu)]
-    return found
+    return found + [Reason(text, EXIT_FAILED, missing) for text in missing_files(manifest)]
 
 
 def not_ours(directory: Path) -> Iterator[str]:
@@ -76,6 +70,8 @@ def missing_files(manifest: Manifest) -> list[str]:
 
 def taken_addresses(manifest: Manifest) -> list[str]:
     """Addresses on which the tree listens that are not of this network namespace, or in use there just now."""
+    if not has_loopback():
+        return ["this network has no loopback, which CRIU needs: ip link set lo up"]
     found = []
     for address in manifest.listening:
         number, told = bind_error(address), f"the server listens on {address}"
@@ -84,6 +80,12 @@ def taken_addresses(manifest: Manifest) -> list[str]:
         elif number == errno.EADDRINUSE:
             found.append(f"{told}, which is in use here: end what uses it, or restore in another network namespace")
     return found
+
+
+def has_loopback() -> bool:
+    """Asked by a route: without any address a bind to whatever address succeeds. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(("127.0.0.1", 9)) == 0
 
 
 def bind_error(text: str) -> int:

@@ -36,7 +36,15 @@ from nvsnap_launch.snapshot.errors import SnapshotError
 from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Manifest
 from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.progress import Clock, say
-from nvsnap_launch.snapshot.reasons import EXIT_FAILED, EXIT_REFUSED, Reason, ids_in_use, reasons, taken_addresses
+from nvsnap_launch.snapshot.reasons import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    Reason,
+    criu_problems,
+    ids_in_use,
+    reasons,
+    taken_addresses,
+)
 from nvsnap_launch.tree import become_subreaper
 
 RESTORE_LOG = "criu-restore.log"
@@ -101,8 +109,8 @@ def refuse(directory: Path, manifest: Manifest, criu: Criu, options: Options) ->
     if refused:
         text = f"--env and --unset: the engine does not take {', '.join(refused)} from its metadata"
         raise SnapshotError(f"{text}: see NVSNAP_ENV_ALLOW of the launcher that starts it", EXIT_REFUSED)
-    found = reasons(directory, manifest, criu)
-    found += [Reason(text, EXIT_REFUSED) for text in taken_addresses(manifest)]
+    found = reasons(directory, manifest)
+    found += [Reason(text, EXIT_REFUSED) for text in (*taken_addresses(manifest), *criu_problems(manifest, criu))]
     if found:
         first = found[0]
         same = [reason.text for reason in found if reason.about == first.about][:SHOWN]
