@@ -12,6 +12,7 @@ import argparse
 import datetime
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -146,7 +147,7 @@ class Matrix:
                     self.report.say(f"{what}: {tail(log, 1)[:100]}")
         finally:
             if process.poll() is None:
-                process.terminate()
+                process.send_signal(signal.SIGINT)  # as by hand: pytest ends the engine that it started
                 process.wait()
 
     def log(self, version: str, what: str) -> Path:
@@ -192,6 +193,8 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would ours
     matrix = Matrix(options)
     results = [matrix.one(version) for version in options.versions]
     show(matrix, results)

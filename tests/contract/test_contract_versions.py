@@ -1,4 +1,4 @@
-"""A version that nobody has seen: 9.9.0 calls one of its functions by another name. One entry and one command add it."""
+"""A version that nobody has seen: 9.9.0 calls two of its functions by other names. One entry and one command add it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from contract_harness import ROOT, STANDIN, Engine
 
-OLD, NEW = "_process_input_queue", "_take_messages"
+RENAMED = {"_process_input_queue": "_take_messages", "_handle_client_request": "_dispatch"}
 ALIKE = '"9.9.0": Entry("resolves", {**TABLE["0.32.0"].targets}),'
 RIGHT = (
     '"9.9.0": Entry("resolves", {**TABLE["0.32.0"].targets,'
-    f' "core_input": Target(_CORE, _CORE_MODULE, "EngineCoreProc.{NEW}", ("self",))}}),'
+    ' "core_input": Target(_CORE, _CORE_MODULE, "EngineCoreProc._take_messages", ("self",)),'
+    ' "core_requests": Target(_CORE, _CORE_MODULE, "EngineCoreProc._dispatch", ("self", "request_type", "request"))}),'
 )
 
 
@@ -27,8 +28,10 @@ def invented(tmp_path: Path) -> Path:
     shutil.copytree(STANDIN, folder, ignore=shutil.ignore_patterns("__pycache__"))
     core = folder / "vllm" / "v1" / "engine" / "core.py"
     text = core.read_text()
-    assert text.count(OLD) == 2
-    core.write_text(text.replace(OLD, NEW))
+    for old, new in RENAMED.items():
+        assert text.count(old) >= 2
+        text = text.replace(old, new)
+    core.write_text(text)
     (folder / "vllm" / "_version.py").write_text('__version__ = version = "9.9.0"\n')
     return folder
 
@@ -69,12 +72,19 @@ def test_without_an_entry(invented: Path, start: Callable[..., Engine]) -> None:
 def test_an_entry_that_is_wrong(invented: Path, checkout: Callable[[str], Path], start: Callable[..., Engine]) -> None:
     """Said by the command, and by a prepare at once: nothing is touched."""
     folder = checkout(ALIKE)
-    why = f"vllm.v1.engine.core.EngineCoreProc.{OLD}: vllm.v1.engine.core has no EngineCoreProc.{OLD}"
+    missing = {"core_requests": "_handle_client_request", "core_input": "_process_input_queue"}
+    module = "vllm.v1.engine.core"
+    why = {
+        key: f"{module}.EngineCoreProc.{name}: {module} has no EngineCoreProc.{name}" for key, name in missing.items()
+    }
     found = resolves(folder, invented)
     assert found.returncode == 1
-    assert f"core_input: {why}" in found.stdout
+    assert "; ".join(f"{key}: {words}" for key, words in why.items()) in found.stdout
     engine = start(standin=invented, PYTHONPATH=f"{invented}:{folder}").serving()
-    assert engine.refused().endswith(f" (core): core_input: missing: {why}")
+    refused = engine.refused()
+    assert [part.partition(" (core): ")[2] for part in refused.split("; ")] == [
+        f"{key}: missing: {words}" for key, words in sorted(why.items())
+    ]
     assert not [step for step in engine.status()["last"]["steps"] if step["name"] != "preconditions"]
 
 
@@ -86,7 +96,7 @@ def test_an_entry_that_is_right(invented: Path, checkout: Callable[[str], Path],
     described = engine.status()["engine"]
     assert (described["version"], described["verified"], described["level"]) == ("9.9.0", True, "resolves")
     engine.prepare()
-    waiting = engine.answer()
+    waiting = engine.answer()  # nobody runs it: the ranks have no groups now
     engine.restore()
     waiting.result()
     engine.answers()

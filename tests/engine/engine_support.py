@@ -136,7 +136,7 @@ class Server:
             *("--kv-cache-memory-bytes", str(64 << 20), *self.arguments),
         ]
 
-    def start(self) -> None:
+    def start(self, seconds: float = START_S) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         environment = self.env()
@@ -152,7 +152,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        wait_until(self._up, START_S, self.words)
+        wait_until(self._up, seconds, self.words)
         self.remember()
 
     def _up(self) -> bool:

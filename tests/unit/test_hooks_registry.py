@@ -70,7 +70,7 @@ SOURCE = """
     @dataclasses.dataclass
     class Recorded:
         field: int
-        optional: int = dataclasses.field(default=1, init=False)
+        late: int = dataclasses.field(init=False)
 
     class Colour(enum.Enum):
         RED = 1
@@ -188,7 +188,7 @@ def test_another_target_is_left_alone_and_named(qualname: str, parameters: tuple
         ("Thing", ("method", "static", "of_class", "Inner"), ""),
         ("Made", ("chosen", "second", "third", "from_class", "inherited"), ""),
         ("Made", ("chosen", "local", "read_only"), "local, read_only"),
-        ("Recorded", ("field", "optional"), ""),
+        ("Recorded", ("field", "late"), ""),
         ("Recorded", ("renamed",), "renamed"),
         ("Colour", ("RED",), ""),
         ("Colour", ("GREEN", "RED", "BLUE"), "GREEN, BLUE"),
