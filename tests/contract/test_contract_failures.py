@@ -256,13 +256,6 @@ def test_a_listener_that_is_gone_when_it_is_restored(fresh: Engine) -> None:
     assert "a listening socket of the server is gone" in _over(fresh, 74)
 
 
-def test_term_while_prepared(fresh: Engine) -> None:
-    """A drain, not a failure: the engine's own status, and nothing left."""
-    fresh.prepare()
-    assert fresh.stop() == 0
-    assert fresh.status()["state"] == "ended"
-
-
 def test_no_zombies_while_it_runs(shared: Engine) -> None:
     until(lambda: not zombies(shared.tree()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from contract_harness import Engine, until
+from contract_harness import Engine, Status, until
 
 from nvsnap_launch.hooktree import procfs
 
@@ -46,28 +48,125 @@ def test_blocked_in_every_thread_of_every_process(shared: Engine) -> None:
         assert len(open_to_it) <= (pid == shared.leader), procfs.command(pid)
 
 
-@pytest.mark.parametrize("role", ["core", "worker"])
-def test_never_fatal_elsewhere_in_the_tree(shared: Engine, role: str) -> None:
-    for pid in shared.processes(role):
-        for number in (USR1, USR2, USR1):
-            shared.signal(number, pid)
-        assert procfs.alive(pid)
-    assert shared.status()["state"] == "serving"
+def _calm(engine: Engine) -> Status:
+    """Wait until nothing more comes of what was sent: longer than any look of launcher and leader."""
+    seen: tuple[object, float] = (None, 0.0)
+
+    def quiet() -> bool:
+        nonlocal seen
+        found = engine.status()
+        now = (found["generation"], found["state"], found["last"])
+        seen = seen if seen[0] == now else (now, time.monotonic())
+        return found["state"] in ("serving", "prepared") and time.monotonic() - seen[1] > 0.8
+
+    until(quiet)
+    return engine.status()
 
 
-def test_the_guard_and_helpers_do_not_die_of_it(shared: Engine) -> None:
-    for pid in set(shared.tree()) - {shared.leader}:
-        shared.signal(USR1, pid)
+def _is_sane(engine: Engine, before: int) -> None:
+    """Of each generation one beginning and one outcome, in order; it ends in serving, and answers."""
+    if _calm(engine)["state"] == "prepared":
+        engine.restore()
+    engine.answers()
+    done: dict[int, list[str]] = {}
+    for event in engine.events():
+        if event.get("generation", 0) > before and event["event"] in ("preparing", "prepare", "restoring", "restore"):
+            done.setdefault(event["generation"], []).append(event["event"])
+    assert list(done) == list(range(before + 1, engine.generation() + 1))
+    pairs = [["preparing", "prepare"], ["restoring", "restore"]]
+    assert list(done.values()) == [pairs[index % 2] for index in range(len(done))]
+
+
+@pytest.mark.parametrize("to", ["launcher", "leader", "all but the leader", "all"])
+def test_a_hundred_of_both(shared: Engine, to: str) -> None:
+    """Mixed, one after the other, while an answer streams."""
+    before, tree = shared.generation(), shared.note_tree()
+    targets = {
+        "launcher": [shared.pid],
+        "leader": [shared.leader],
+        "all but the leader": [pid for pid in tree if pid != shared.leader],
+        "all": [shared.pid, *tree],
+    }[to]
+    streams = shared.answer("streams", 20, stream=True)
+    until(lambda: streams.lines)
+    for index in range(100):
+        for pid in targets:
+            shared.signal((USR1, USR2)[index * 7 % 3 % 2], pid)
+    _is_sane(shared, before)
+    assert len(streams.result()["tokens"]) == 20
+    assert to != "all but the leader" or shared.generation() == before
+    assert shared.tree() == tree
+
+
+def _freeze(engine: Engine, pids: list[int]) -> None:
+    """Stop them; each thread stops by itself, so wait for all."""
+    for pid in pids:
+        engine.signal(signal.SIGSTOP, pid)
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
+
+
+@pytest.mark.parametrize("stopped", ["launcher", "leader"])
+def test_both_at_once(shared: Engine, stopped: str) -> None:
+    """Both are waiting when it looks: the prepare comes first."""
+    before = shared.generation()
+    pid = shared.pid if stopped == "launcher" else shared.leader
+    _freeze(shared, [pid])
+    for number in (USR2, USR1):
+        shared.signal(number, pid)
+    shared.signal(signal.SIGCONT, pid)
+    shared.when(lambda s: (s["generation"], s["state"]) == (before + 2, "serving"))
+    _is_sane(shared, before)
+    assert shared.generation() == before + 2
+
+
+def test_right_after_a_restore(shared: Engine) -> None:
+    """At the instant at which it says serving, three times."""
+    before = shared.generation()
     shared.prepare()
+    for _ in range(3):
+        shared.signal(USR2)
+        while shared.status()["state"] != "serving":
+            time.sleep(0.0005)
+        shared.signal(USR1)
+        shared.state("prepared")
+    _is_sane(shared, before)
+    assert shared.generation() == before + 8
+
+
+def test_while_all_of_it_is_frozen(shared: Engine) -> None:
+    """As during a dump: what came is there when it goes on, and is one of each."""
+    shared.prepare()
+    before, tree = shared.generation(), [shared.pid, *shared.note_tree()]
+    _freeze(shared, tree)
+    for index in range(100):
+        for pid in tree:
+            shared.signal((USR1, USR2)[index % 2], pid)
+    for pid in reversed(tree):
+        shared.signal(signal.SIGCONT, pid)
+    shared.when(lambda s: s["generation"] > before and s["state"] == "serving")
+    if _calm(shared)["state"] == "prepared":  # the launcher's own come later
+        shared.restore()
+    shared.answers()
+    assert shared.generation() - before in (1, 3)
+
+
+def test_commands_at_once_have_one_outcome_each(shared: Engine) -> None:
+    before = shared.generation()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: shared.command("prepare"), range(3)))
+    assert [one.returncode for one in found] == [0, 0, 0], [one.stderr for one in found]
+    assert (shared.generation(), shared.status()["state"]) == (before + 1, "prepared")
+    answered = [request for event in shared.events() for request in event.get("requests") or ()]
+    assert len(answered) == len(set(answered))
     shared.restore()
 
 
-@pytest.mark.parametrize("count", [2, 100])
-def test_many_are_one(shared: Engine, count: int) -> None:
+def test_many_are_one(shared: Engine) -> None:
     before = shared.generation()
 
     def ask() -> None:
-        for _ in range(count):
+        for _ in range(100):
             shared.signal(USR1)
 
     found = shared.act("prepare", ask)
@@ -110,19 +209,9 @@ def test_prepare_restore_prepare_within_10_ms(shared: Engine) -> None:
     before = shared.generation()
     for number in (USR1, USR2, USR1):
         shared.signal(number)
-    shared.when(lambda s: s["generation"] > before and s["state"] in ("serving", "prepared"))
-    settled = shared.noted(lambda: shared.place("prepare"), "prepare ignored") if _prepared(shared, before) else {}
-    if settled:
-        shared.restore()
-    assert shared.generation() - before in (2, 3, 4)
-
-
-def _prepared(engine: Engine, before: int) -> bool:
-    """Wait until nothing more is done: all of one round was carried out."""
-    engine.when(lambda s: s["state"] in ("serving", "prepared") and (s["generation"] - before) in (1, 2, 3))
-    quiet = time.monotonic() + 0.7  # longer than any look of launcher and leader
-    until(lambda: time.monotonic() > quiet)
-    return bool(engine.status()["state"] == "prepared")
+    shared.when(lambda s: s["generation"] > before)
+    _is_sane(shared, before)
+    assert shared.generation() - before in (2, 4)
 
 
 def test_status_always_parses_and_generations_only_grow(shared: Engine) -> None:
@@ -192,6 +281,55 @@ def test_restore_while_it_starts_does_no_harm(start: Start) -> None:
     found = engine.state("prepared")
     assert (found["generation"], found["last"]["requests"]) == (1, ["early"])
     assert any("nothing to restore" in event["event"] for event in engine.events())
+
+
+def test_to_everybody_from_the_first_instant_on(start: Start) -> None:
+    """Each process gets both, again and again, from the moment it is there until the engine serves."""
+    engine = start("--startup-seconds", "0.3", STANDIN_IMPORT_SECONDS="0.3")
+    sent, count = set(), 0
+    while engine.status().get("state") not in ("serving", "preparing", "prepared") or count < 100:
+        for pid in [*engine.tree(), *([engine.pid] if _blocks(engine.pid, USR1) else [])]:
+            for number in (USR2, USR1):
+                with contextlib.suppress(ProcessLookupError):
+                    engine.signal(number, pid)
+            sent.add(pid)
+        count += 1
+        assert engine.running(), engine.output()
+    tree = engine.note_tree()
+    _is_sane(engine, 0)
+    assert {engine.pid, *tree} <= sent
+    assert engine.tree() == tree
+    assert engine.stop() == 0
+
+
+@pytest.mark.parametrize("state", ["starting", "serving", "preparing", "prepared", "restoring"])
+def test_two_terms_end_it_in_every_state(start: Start, state: str) -> None:
+    """In time, as asked: no failure; and nothing is left."""
+    engine = start(*(("--startup-seconds", "60") if state == "starting" else ()))
+    if state == "starting":
+        until(lambda: (engine.control / "leader.json").exists())
+    else:
+        engine.serving()
+    if state in ("prepared", "restoring"):
+        engine.prepare()
+    if state == "preparing":
+        engine.answer("long", 500)
+        until(lambda: engine.counts()["started"] == 1)
+        engine.signal(USR1)
+    if state == "restoring":
+        engine.faults.write_text("groups.reacquire:hang:1")
+        engine.signal(USR2)
+    engine.state(state)
+    engine.note_tree()
+    began = time.monotonic()
+    engine.signal(signal.SIGTERM)
+    until(lambda: not engine.running() or time.monotonic() > began + 0.1)
+    if engine.running():
+        engine.signal(signal.SIGTERM)
+    assert engine.ended() in (0, 143), engine.output()
+    assert time.monotonic() - began < 5 + 5, "the grace time, and what is left after it"
+    found = engine.status()
+    assert (found["state"], found["snapshot_ready"]) == ("ended", False)
 
 
 def test_the_instant_it_says_serving(start: Start) -> None:
