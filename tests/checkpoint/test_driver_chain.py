@@ -205,21 +205,51 @@ def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
     assert lab.ask()["mode"] == "restored", "the image is as good as before"
 
 
-def test_a_restore_stopped_half_way_leaves_no_half_made_process(lab: Lab) -> None:
+def test_a_restore_stopped_half_way_leaves_nothing(lab: Lab) -> None:
+    restorer, root = half_way(lab, "stop")
+    assert stop(restorer, signal.SIGINT) == 128 + signal.SIGINT
+    nothing_is_left(lab, root)
+
+
+@pytest.mark.parametrize("namespace", ["current", "new"])
+def test_a_criu_killed_half_way_leaves_nothing(lab: Lab, namespace: str) -> None:
+    restorer, root = half_way(lab, "kill", namespace)
+    assert restorer.wait(20) == 74
+    assert "CRIU restore was killed by signal 9" in lab.words("restore")
+    nothing_is_left(lab, root)
+
+
+def half_way(lab: Lab, action: str, namespace: str = "current") -> tuple[subprocess.Popen[bytes], int]:
+    """A restore whose CRIU is stopped or killed when it has made a file without a name, and the number of the tree's root."""
     launcher = lab.launch()
     assert lab.create().returncode == 0
     assert launcher.wait(20) == 0
-    root = json.loads((lab.image / "manifest.json").read_text())["root_pid"]
-    mark, held = lab.folder / "half-way", lab.folder / "held-criu"
-    stop_criu = f"(until [ -e /proc/{root} ]; do :; done; kill -STOP $$; touch {mark}) &"
-    held.write_text(f'#!/bin/sh\nif [ $1 = restore ]; then {stop_criu} fi\nexec {lab.criu} "$@"\n')
-    held.chmod(0o755)
-    options = ("--pid-namespace", "current", "--criu", str(held))
+    mark, criu = lab.folder / "half-way", lab.folder / "half-way-criu"
+    ghost = f"/dev/shm/{lab.shm}-gone.cr.*.ghost"
+    end = {"stop": f"kill -STOP $$; touch {mark}", "kill": "kill -9 $$"}[action]
+    criu.write_text(f"""#!/bin/sh
+if [ $1 = restore ]; then (
+    # It is a file without a name as soon as it is mapped: caught by slowing CRIU down.
+    until set -- {ghost}; [ -e "$1" ]; do kill -STOP $$; kill -CONT $$; done
+    {end}
+) & fi
+exec {lab.criu} "$@"
+""")
+    criu.chmod(0o755)
+    options = ("--pid-namespace", namespace, "--criu", str(criu))
     restorer = lab.start("restore", "snapshot", "restore", str(lab.image), *options)
-    wait_until(mark.exists, "the first process")
-    assert procfs.stat(root) is not None
-    assert stop(restorer, signal.SIGINT) == 128 + signal.SIGINT
+    if action == "stop":
+        wait_until(mark.exists, "the first file")
+        assert [name for name in lab.left_in_shm() if ".ghost" in name]
+    return restorer, json.loads((lab.image / "manifest.json").read_text())["root_pid"]
+
+
+def nothing_is_left(lab: Lab, root: int) -> None:
+    assert lab.stand_ins() == []
     assert procfs.stat(root) is None, "its number is free again"
+    assert lab.left_in_shm() == []
+    lab.restore("again")
+    assert lab.ask()["mode"] == "restored", "the image is as good as before"
 
 
 def need_limits_of_others() -> None:

@@ -165,6 +165,65 @@ def test_a_driver_killed_after_the_dump_leaves_a_server_that_serves(lab: Lab) ->
     assert lab.create().returncode == 0, "the next one works"
 
 
+# A driver that is killed when it comes to one of its steps.
+KILLED = """
+import os, sys
+from nvsnap_launch import cli
+from nvsnap_launch.snapshot import create
+setattr(create.Creation, sys.argv[1], lambda *_: os.kill(os.getpid(), 9))
+cli.call(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("step", ["prepare", "facts", "dump", "save_files", "finish", "put_in_place", "release"])
+def test_a_driver_killed_at_each_step_leaves_a_server_that_serves(lab: Lab, step: str) -> None:
+    """After put_in_place there is an image, too: it is whole, and the next driver needs another place."""
+    lab.launch()
+    client = Connection(lab.port)
+    killed = [sys.executable, "-c", KILLED, step, "snapshot", "create", str(lab.image)]
+    done = subprocess.run(killed, cwd=ROOT, env=lab.environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until(lambda: lab.state() == "serving", "serving again")
+    assert client.ask("set still")["child"]["start"] == "still"
+    wait_until(lambda: not [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"], "all of it running")
+    assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
+    assert lab.image.exists() == (step == "release")
+    if lab.image.exists():
+        assert lab.run("snapshot", "inspect", str(lab.image), "--verify").returncode == 0
+        lab.image.rename(lab.folder / "first-image")
+    made = lab.create("--leave-running")
+    assert made.returncode == 0, made.stderr
+    assert not lab.image.with_name("image.partial").exists()
+
+
+# A real dump, after which somebody else takes the disk but for so many bytes.
+FULL = (
+    """{{real}} "$@" && cd {disk} && dd if=/dev/zero of=other bs=4096 2>/dev/null; truncate -s -{left} other; exit 0"""
+)
+
+
+def test_a_disk_that_fills_after_the_dump(lab: Lab) -> None:
+    """At each of what the driver writes itself: the saved files, the manifest. Then it has what it needs."""
+    lab.launch()
+    client = Connection(lab.port)
+    failed = []
+    with small_disk(lab.folder / "disk", "150m"):
+        disk = lab.folder / "disk"
+        for pages in (0, 1, 2, 4, 7, 1000):
+            criu = wrapper(lab, FULL.format(disk=disk, left=pages * 4096))
+            done = lab.run("snapshot", "create", str(disk / "image"), "--criu", criu, "--leave-running")
+            (disk / "other").unlink()
+            assert done.returncode in (0, 1), done.stderr
+            if done.returncode == 0:
+                break
+            assert "No space left on device" in done.stderr
+            failed.append("files: " in done.stderr.partition("taking it back")[0])
+            assert list(disk.iterdir()) == []
+            check_serving(lab, client)
+    assert done.returncode == 0
+    assert set(failed) == {False, True}, "both before and after the files were saved"
+
+
 def test_prepared_by_a_signal_before(lab: Lab) -> None:
     launcher = lab.launch()
     assert lab.run("prepare").returncode == 0
