@@ -121,6 +121,26 @@ def test_a_client_of_a_parked_request_that_is_gone(shared: Engine) -> None:
     assert shared.counts()["finished"] == before["finished"]
 
 
+def test_an_engine_that_was_paused_stays_paused(shared: Engine) -> None:
+    """Public case 22; also when the prepare is undone. What came meanwhile waits until it is resumed, and runs once."""
+    before = shared.counts()
+    assert shared.get("/pause")[0] == 200
+    waits = shared.answer("waits", 3)
+    _started(shared, before["started"] + 1)
+    shared.faults.write_text("audit:raise:leader:once")
+    assert shared.act("prepare", lambda: shared.signal(signal.SIGUSR1))["last"]["ok"] is False
+    shared.prepare()
+    late = shared.answer("late", 3)
+    _waiting(shared)
+    shared.restore()
+    _started(shared, before["started"] + 2)
+    assert shared.counts()["finished"] == before["finished"]
+    assert waits.is_alive()
+    assert late.is_alive()
+    assert shared.get("/resume")[0] == 200
+    assert (waits.result()["tokens"], late.result()["tokens"]) == (expected("waits", 3), expected("late", 3))
+
+
 def test_every_other_call_waits_too(shared: Engine) -> None:
     """Not only completions: any call that would reach a prepared worker."""
     shared.prepare()

@@ -248,6 +248,20 @@ def test_a_launcher_that_is_killed(fresh: Engine, state: str) -> None:
     assert fresh.command("wait", "ready", "--timeout", "0").returncode == 1
 
 
+def test_a_guard_that_is_killed_leaves_no_rank_hanging(fresh: Engine) -> None:
+    """The engine's own time limits end it then."""
+    fresh.prepare()
+    worker = fresh.processes("worker")[1]
+    fresh.faults.write_text("groups.reacquire:hang:1")
+    fresh.signal(signal.SIGUSR2)
+    until(lambda: (fresh.status()["under_way"] or {}).get("step") == "reacquire")
+    fresh.signal(signal.SIGKILL, _guards(fresh)[0])
+    said = _over(fresh, 74)
+    assert "step 'reacquire'; " in said
+    assert f"worker rank 1 (process {worker}) has not done its part" in said
+    assert f"stacks of process {worker}" in said
+
+
 def test_a_listener_that_is_gone_when_it_is_restored(fresh: Engine) -> None:
     """Public case 15: restored is said only when the port answers."""
     fresh.prepare()

@@ -78,6 +78,8 @@ class Frontend:
             for server in self.server.servers:
                 server.close()
             return 200, {}
+        if path in ("/pause", "/resume"):
+            return 200, {"was": await core.call_utility_async("pause", path == "/pause")}
         if path == "/counts":
             return 200, await core.call_utility_async("get_counts")
         if path == "/environment":

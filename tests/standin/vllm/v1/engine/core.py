@@ -8,6 +8,7 @@ import time
 import traceback
 
 from vllm import standin
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -124,6 +125,9 @@ class EngineCoreProc:
         self.counts["aborted"] += len(aborted_reqs)
         for request_id in aborted_reqs:
             self.output_queue.put(("token", (request_id, None, 0, True)))
+
+    def pause(self, paused):
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL if paused else PauseState.UNPAUSED)
 
     def get_counts(self):
         return dict(self.counts)
