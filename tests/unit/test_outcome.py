@@ -16,6 +16,11 @@ from nvsnap_launch.outcome import Facts, decide
         (Facts(status=3), 3),
         (Facts(status=-signal.SIGSEGV), 139),
         (Facts(status=0, dead=["engine process 7 (core)"]), 1),
+        # In the middle of an action its death is that action's failure; the leader's own is told as it was.
+        (Facts(status=0, dead=["engine process 7 (core)"], under_way={"action": "prepare", "step": "release"}), 75),
+        (Facts(status=1, dead=["engine process 7 (core)"], under_way={"action": "restore", "step": "reacquire"}), 74),
+        (Facts(status=1, dead=["engine process 7 (core)"], under_way={"odd": "words"}), 1),
+        (Facts(status=-signal.SIGKILL, under_way={"action": "restore", "step": "reacquire"}), 137),
         (Facts(status=0, dumped="id"), 0),
         (Facts(status=1, verdict=(75, "prepare failed")), 75),
         (Facts(status=-signal.SIGKILL, stop_asked=True), 143),
