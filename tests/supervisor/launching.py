@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from support import ROOT, status_in, wait_until
 
 from nvsnap_launch.hooktree import procfs
-
-ROOT = Path(__file__).resolve().parents[2]
-Value = TypeVar("Value")
-
-
-def wait_until(what: Callable[[], Value], seconds: float = 15.0) -> Value:
-    """Wait for a state; the last value is in the failure's message."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"not reached within {seconds} s: {what}, last {value!r}"
-        time.sleep(0.02)
-    return value
 
 
 class Launcher:
@@ -48,6 +35,16 @@ class Launcher:
         self.start(*command, **kwargs)
         return self.end(seconds)
 
+    def start_instead(self, text: str) -> None:
+        """A launcher with a fault in it, in place of the real one."""
+        self.process = subprocess.Popen(
+            [sys.executable, self.script("launcher.py", text)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
     def end(self, seconds: float = 30.0) -> tuple[int, str, str]:
         """Wait for the exit: (status, stdout, stderr)."""
         assert self.process is not None
@@ -63,11 +60,7 @@ class Launcher:
         os.kill(self.pid, number)
 
     def status(self) -> dict[str, Any]:
-        try:
-            value: dict[str, Any] = json.loads((self.control / "status.json").read_text())
-        except FileNotFoundError:
-            return {}
-        return value
+        return status_in(self.control)
 
     def wait_started(self) -> int:
         """PID of the direct child, once it has been executed."""

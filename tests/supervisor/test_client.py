@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from launching import LEADER, ROOT, Launcher, wait_until
+from launching import LEADER, Launcher
+from support import ROOT, wait_until
 
 from nvsnap_launch import client
 from nvsnap_launch.controldir import ControlDirectory

@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import Launcher, wait_until
+from launching import Launcher
+from support import ROOT, wait_until
 
 from nvsnap_launch.hooktree import procfs
 
@@ -36,7 +37,7 @@ def test_arguments_arrive_byte_for_byte(launcher: Launcher, python: str) -> None
 def test_bare_form_needs_no_run(launcher: Launcher, python: str, tmp_path: Path) -> None:
     import subprocess
 
-    environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(tmp_path / "c"), "PYTHONPATH": str(Path.cwd())}
+    environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(tmp_path / "c"), "PYTHONPATH": str(ROOT)}
     for options in ([], ["--stdio", "inherit"]):
         command = [python, "-m", "nvsnap_launch", *options, "--", "sh", "-c", "exit 3"]
         assert subprocess.run(command, env=environment, check=False).returncode == 3
@@ -90,7 +91,7 @@ def test_signal_state_of_the_child(launcher: Launcher) -> None:
 
 def test_environment_is_ours_plus_the_hooks(launcher: Launcher, python: str) -> None:
     show = "import json,os; print(json.dumps(dict(os.environ)))"
-    extra = {"PYTHONPATH": f"{Path.cwd()}:/second::/third", "LD_PRELOAD": "", "ODD": "a=b c"}
+    extra = {"PYTHONPATH": f"{ROOT}:/second::/third", "LD_PRELOAD": "", "ODD": "a=b c"}
     _, out, _ = launcher.run(python, "-c", show, extra=extra)
     found = json.loads(out)
     hooks, _, rest = found["PYTHONPATH"].partition(":")
@@ -107,7 +108,7 @@ def test_environment_is_ours_plus_the_hooks(launcher: Launcher, python: str) -> 
 def test_hooks_off_leaves_the_environment_alone(launcher: Launcher) -> None:
     _, out, _ = launcher.run("env", options=("--hooks", "off"))
     assert "NVSNAP_HOOKS_CONFIG" not in out
-    assert f"PYTHONPATH={Path.cwd()}\n" in out
+    assert f"PYTHONPATH={ROOT}\n" in out
 
 
 def test_c_locale_gains_no_variable(launcher: Launcher) -> None:

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import Launcher, wait_until
+from launching import Launcher
+from support import wait_until
 
 from nvsnap_launch import logs
 from nvsnap_launch.hooktree import procfs

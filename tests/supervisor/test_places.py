@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import LEADER, ROOT, Launcher, wait_until
+from launching import LEADER, Launcher
+from support import wait_until
 
 from nvsnap_launch import report
 from nvsnap_launch.controldir import ControlDirectory
@@ -193,13 +193,7 @@ def test_a_tree_that_came_to_us_can_be_adopted(launcher: Launcher, tmp_path: Pat
         pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment, file_actions=actions)
         sys.exit(Supervisor(Settings.load(), ControlDirectory("control")).adopt(pid, "c"))
     """
-    launcher.process = subprocess.Popen(
-        [sys.executable, launcher.script("adopt.py", adopt)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    launcher.start_instead(adopt)
     launcher.wait_file("up")
     launcher.signal(signal.SIGUSR2)
     assert launcher.wait_file("taken") == "SIGUSR2\n"
@@ -223,13 +217,7 @@ def test_a_bug_of_ours_leaves_no_engine_behind(launcher: Launcher, tmp_path: Pat
         control.create()
         sys.exit(Broken(Settings.load(), control).run(["sh", "-c", "sleep 1000 & echo $! > up; wait"]))
     """
-    launcher.process = subprocess.Popen(
-        [sys.executable, launcher.script("broken.py", broken)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    launcher.start_instead(broken)
     helper = int(launcher.wait_file("up"))
     launcher.signal(signal.SIGHUP)
     status, _, err = launcher.end()
@@ -257,13 +245,7 @@ def test_a_bug_of_ours_and_a_process_that_cannot_be_killed(launcher: Launcher, t
         control.create()
         sys.exit(Broken(Settings.load(), control).run(["sh", "-c", "echo $$ > up; exec sleep 1000"]))
     """
-    launcher.process = subprocess.Popen(
-        [sys.executable, launcher.script("stuck.py", stuck)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    launcher.start_instead(stuck)
     engine = int(launcher.wait_file("up"))
     try:
         launcher.signal(signal.SIGHUP)
@@ -273,22 +255,20 @@ def test_a_bug_of_ours_and_a_process_that_cannot_be_killed(launcher: Launcher, t
         os.kill(engine, signal.SIGKILL)
 
 
-def test_the_engine_of_a_launcher_that_was_killed_is_in_the_way(tmp_path: Path) -> None:
+def test_the_engine_of_a_launcher_that_was_killed_is_in_the_way(launcher: Launcher) -> None:
     """A second engine beside it would share its files: refused, naming the process to end."""
-    control = tmp_path / "control"
     cookie, leader = "of-the-first", subprocess.Popen(["sleep", "60"])
     try:
-        control.mkdir(0o700)
+        launcher.control.mkdir(0o700)
         entry = {"pid": leader.pid, "cookie": cookie, "pid_namespace": protocol.pid_namespace()}
-        protocol.write_json(control / protocol.SUPERVISOR_FILE, {"pid": 1, "cookie": cookie})
-        protocol.write_json(control / protocol.LEADER_FILE, entry)
-        command = [sys.executable, "-m", "nvsnap_launch", "run", "--control-dir", str(control), "--", "true"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        assert found.returncode == 64
-        assert f"end its leader, PID {leader.pid}" in found.stderr
+        protocol.write_json(launcher.control / protocol.SUPERVISOR_FILE, {"pid": 1, "cookie": cookie})
+        protocol.write_json(launcher.control / protocol.LEADER_FILE, entry)
+        status, _, err = launcher.run("true")
+        assert status == 64
+        assert f"end its leader, PID {leader.pid}" in err
         leader.kill()
         leader.wait()
-        assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+        assert launcher.run("true")[0] == 0
     finally:
         leader.kill()
         leader.wait()

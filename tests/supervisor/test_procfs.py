@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from support import wait_until
 
 from nvsnap_launch import audit, processes
 from nvsnap_launch.hooktree import procfs

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import LEADER, ROOT, Launcher, wait_until
+from launching import LEADER, Launcher
+from support import ROOT, wait_until
 
 from nvsnap_launch.hooktree import procfs
 

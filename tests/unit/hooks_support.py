@@ -1,4 +1,4 @@
-"""What the tests of the hooks share: a Python as the launcher starts one, and a wait for a state."""
+"""What the tests of the hooks share: a Python as the launcher starts one."""
 
 from __future__ import annotations
 
@@ -7,27 +7,16 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import ROOT
+
 HOOKS = ROOT / "hooks"
 for folder in (ROOT, HOOKS):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-
-Value = TypeVar("Value")
-
-
-def wait_until(what: Callable[[], Value], seconds: float = 15.0) -> Value:
-    """Wait for a state; the last value is in the failure's message."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"not reached within {seconds} s, last {value!r}"
-        time.sleep(0.01)
-    return value
 
 
 def config(control: Path, **more: Any) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks_support import config, environment, run, wait_until, write
+from hooks_support import config, environment, run, write
 from nvsnap_hooks import coverage, procfs, protocol, residue, stacks
 from nvsnap_hooks.vllm.leader import VllmEngine
+from support import wait_until
 
 MAPS = """
     import mmap, os, sys

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hooks_support import wait_until
 from nvsnap_hooks.vllm import core as hooks_core
 from nvsnap_hooks.vllm import versions
+from support import wait_until
 
 Kind = enum.Enum("Kind", "ADD ABORT UTILITY WAKEUP")
 Pause = enum.Enum("Pause", "UNPAUSED PAUSED_NEW PAUSED_ALL")

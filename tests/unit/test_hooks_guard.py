@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks_support import HOOKS, config, environment, wait_until
+from hooks_support import HOOKS, config, environment
 from nvsnap_hooks import procfs, protocol
+from support import wait_until
 
 # Leads a session as the engine does: starts the guard, and members that do as they are told.
 LEADER = """

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks_support import wait_until
 from nvsnap_hooks import memory, procfs
 from nvsnap_hooks.vllm import broadcast, cpu_shm, versions
+from support import wait_until
 
 SIZE = 3 * mmap.PAGESIZE
 SHM = Path("/dev/shm")

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from hooks_support import wait_until
 from nvsnap_hooks import metadata, protocol
+from support import wait_until
 
 
 @pytest.fixture

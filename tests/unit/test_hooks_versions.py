@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks_support import HOOKS, config, environment, run, wait_until, write
+from hooks_support import HOOKS, config, environment, run, write
 from nvsnap_hooks import vllm
 from nvsnap_hooks.vllm import shapes, versions
 from nvsnap_hooks.vllm.versions import Target
+from support import wait_until
 
 from matrix import wheel
 

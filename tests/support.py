@@ -1,0 +1,37 @@
+"""What the tests of every folder share."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+Value = TypeVar("Value")
+
+
+def wait_until(what: Callable[[], Value], seconds: float = 15.0, why: Callable[[], str] = str) -> Value:
+    """Wait for a state and return it; a failure tells the last value, and what ``why`` says."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, f"not reached within {seconds} s: {what}, last {value!r} {why()}"
+        time.sleep(0.01)
+    return value
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def status_in(control: Path) -> dict[str, Any]:
+    """status.json, or {} where there is none yet. Raises ValueError if it does not parse: it always must."""
+    try:
+        value: dict[str, Any] = json.loads((control / "status.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return value
