@@ -77,7 +77,7 @@ class Soak:
     cycles: int
     clients: int
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    shm_files: list[int] = field(default_factory=list)  # all names in /dev/shm
+    shm_files: list[int] = field(default_factory=list)  # of all that the tree ever held in /dev/shm: what is there
     idle: dict[str, tuple[Sample, Sample]] = field(default_factory=dict)  # before the load, and after it
 
     @property
@@ -120,13 +120,14 @@ class Soak:
         """All clients stream, prepare, all clients wait, look, restore."""
         streaming = lambda: clients.streaming == self.clients or bool(clients.wrong)  # noqa: E731
         wait_until(self.report, "all clients to stream", streaming, WAIT_S, self.server.ended(), every=0.002)
+        self.server.session.track()
         taken, prepared = self.server.prepare()
         waiting = lambda: (clients.open, clients.streaming) == (self.clients, 0) or bool(clients.wrong)  # noqa: E731
         wait_until(self.report, "all clients to wait", waiting, WAIT_S, self.server.ended(), every=0.002)
         found = self.sampled()
         for name, now in found.items():
             self.samples.setdefault(name, []).append(now)
-        self.shm_files.append(len(tree.there()))
+        self.shm_files.append(len(tree.left_behind(self.server.session.shm)))
         back, _ = self.server.restore()
         drain = step(prepared, "drain")
         memory = sum(now.pss for now in found.values()) / 2**20

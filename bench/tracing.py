@@ -84,7 +84,8 @@ def trace(session: Session, requests: int = 50) -> Trace:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    server = Server(session, LAUNCHED, {"PYTHONPATH": str(TRACER), "BENCH_TRACE_DIR": str(folder)})
+    path = os.pathsep.join([str(TRACER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = Server(session, LAUNCHED, {"PYTHONPATH": path, "BENCH_TRACE_DIR": str(folder)})
     server.start()
     try:
         load.block(server.port, CLIENTS, 2, TOKENS)
@@ -104,17 +105,18 @@ def look(server: Server, folder: Path) -> list[Seen]:
     roles = {int(entry["pid"]): role(entry) for entry in entries}
     if not roles:
         raise DemoError("the server names none of its processes")
-    before = {pid: number(folder, pid) for pid in roles}
-    for pid in roles:
-        os.kill(pid, SIGNAL)
-    written = "the counts"
-    wait_until(
-        server.session.report,
-        written,
-        lambda: all(number(folder, pid) > before[pid] for pid in roles),
-        ANSWER_TIMEOUT_S,
-        server.ended(),
-    )
+    wanted = 1 + max(number(folder, pid) for pid in roles)
+    beside = folder / "wanted.new"
+    beside.write_text(str(wanted))
+    beside.replace(folder / "wanted")
+
+    def written() -> bool:
+        missing = [pid for pid in roles if number(folder, pid) < wanted]
+        for pid in missing:  # again: one may have gone to sleep with the signal
+            os.kill(pid, SIGNAL)
+        return not missing
+
+    wait_until(server.session.report, "the counts", written, ANSWER_TIMEOUT_S, server.ended(), every=0.2)
     return [seen(roles[pid], json.loads(path_of(folder, pid).read_text())) for pid in sorted(roles)]
 
 
@@ -127,7 +129,7 @@ def path_of(folder: Path, pid: int) -> Path:
 
 
 def number(folder: Path, pid: int) -> int:
-    """How often this process has written its counts."""
+    """Of the last look for which this process has written its counts."""
     try:
         return int(json.loads(path_of(folder, pid).read_text())["dump"])
     except FileNotFoundError:

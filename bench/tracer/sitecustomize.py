@@ -2,7 +2,8 @@
 
 The hooks load it as the user's own ``sitecustomize``, before they do anything themselves. Counted is every Python frame whose
 code lies in the hooks folder, whoever calls it. On SIGNAL the process writes what it counted since the last time to
-``BENCH_TRACE_DIR/<pid>.json``, with a list of all functions of ours that can be reached through a module or class that is not.
+``BENCH_TRACE_DIR/<pid>.json``, with a list of all functions of ours that can be reached through a module or class that is not;
+once for each number in the file ``wanted`` there, so that the signal may be sent again to a process that went to sleep with it.
 Standard library only.
 """
 
@@ -39,8 +40,13 @@ def _identity(code: Any) -> tuple[str, int]:
 
 def _dump(number: int, frame: object) -> None:
     global _calls, _dumps
+    folder = os.environ["BENCH_TRACE_DIR"]
+    with open(os.path.join(folder, "wanted"), encoding="utf-8") as file:
+        wanted = int(file.read())
+    if wanted == _dumps:
+        return
+    _dumps = wanted
     counted, _calls = _calls, {}
-    _dumps += 1
     value = {
         "pid": os.getpid(),
         "dump": _dumps,
@@ -49,7 +55,7 @@ def _dump(number: int, frame: object) -> None:
         "calls": [{"thread": t, "function": f, "line": n, "count": c} for (t, f, n), c in sorted(counted.items())],
         "patched": [{"where": where, "function": f, "line": n} for where, (f, n) in sorted(_patched().items())],
     }
-    path = os.path.join(os.environ["BENCH_TRACE_DIR"], f"{os.getpid()}.json")
+    path = os.path.join(folder, f"{os.getpid()}.json")
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(value, file)
     os.replace(path + ".new", path)
