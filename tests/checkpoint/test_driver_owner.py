@@ -131,3 +131,50 @@ except PermissionError:
     for name in ("open/made", "closed/folder", "open/folder", "open/folder/below"):
         assert (tmp_path / name).stat().st_uid == USER
     assert (tmp_path / "closed/folder").stat().st_mode & 0o777 == 0o700
+
+
+KEEPS = f"""
+import os, sys
+from pathlib import Path
+from nvsnap_launch.snapshot.owner import Owner
+from nvsnap_launch.snapshot.saved import Keeper
+os.setgroups([0, 4])
+keeper = Keeper(Path("snapshot"), Path("/proc/self/root"))
+for name in sys.argv[1:]:
+    try:
+        print([len(kept.names) for kept in keeper.save([name, name + "-too"], Owner({USER}, {USER}))])
+    except OSError as error:
+        print(error.strerror)
+print(os.getgroups())
+"""
+
+
+def test_a_control_file_is_read_as_its_owner(tmp_path: Path) -> None:
+    """The owner of a control directory gets back, at a restore, what was read there: not what only root or a group may read."""
+    secret, control = tmp_path / "secret", tmp_path / "control"
+    for folder in [tmp_path, *tmp_path.parents][:3]:
+        folder.chmod(0o755)
+    for folder in (secret, control, tmp_path / "snapshot"):
+        folder.mkdir(mode=0o755)
+    for name, mode, group in (("roots", 0o600, 0), ("groups", 0o640, 4), ("open", 0o644, 0)):
+        path = secret / f"{name}.json"
+        path.write_text("{}")
+        os.chown(path, 0, group)
+        path.chmod(mode)
+    (control / "linked.json").symlink_to(secret / "open.json")
+    (control / "processes").symlink_to(secret)
+    (control / "mine.json").write_text("{}")
+    (control / "mine.json-too").hardlink_to(control / "mine.json")
+    os.mkfifo(control / "pipe.json")
+    asked = ["mine.json", "linked.json", "pipe.json", "gone.json"]
+    asked += [f"processes/{name}.json" for name in ("open", "roots", "groups")]
+    result = subprocess.run(
+        [sys.executable, "-c", KEEPS, *(str(control / name) for name in asked)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    nothing = ["[]"] * 3
+    assert result.stdout.splitlines() == ["[2]", *nothing, "[1]", *["Permission denied"] * 2, "[0, 4]"], result.stderr
