@@ -226,7 +226,10 @@ def test_a_process_that_is_killed(fresh: Engine, role: str, state: str) -> None:
     assert role != "leader" or "the engine was ended by SIGKILL" in said
 
 
-@pytest.mark.parametrize("state", ["serving", "preparing", "prepared", "restoring"])
+@pytest.mark.parametrize(
+    "state",
+    ["serving", "restoring", *(pytest.param(state, marks=pytest.mark.faults) for state in ("preparing", "prepared"))],
+)
 def test_a_launcher_that_is_killed(fresh: Engine, state: str) -> None:
     """Where it is not PID 1 nobody else ends its engine: the guard does, and leaves word."""
     if state in ("prepared", "restoring"):
