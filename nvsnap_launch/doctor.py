@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from nvsnap_launch import arguments, child, controldir, engines, hooktree, signals
+from nvsnap_launch.hooktree import procfs
 from nvsnap_launch.settings import Settings
 
 _QUESTION_S = 300  # importing an engine on a slow disk takes minutes
@@ -176,7 +177,7 @@ def _command(argv: Sequence[str], require_level: str) -> list[Line]:
         executable = os.fsdecode(child.find_executable(argv[0], dict(os.environb)))
     except child.LaunchError as error:
         return [Line("command", False, str(error))]
-    lines = [Line("command", True, shlex.join(argv))]
+    lines = [Line("command", True, shlex.join(procfs.masked(list(argv))))]
     engine = engine_of(argv)
     if engine is None:
         return [*lines, Line("engine", False, "the command starts no engine that is known here")]

@@ -178,9 +178,37 @@ def command(pid: int) -> list[str]:
     return [os.fsdecode(part) for part in text.split(b"\0")[:-1]]
 
 
+SECRETS = frozenset(("key", "token", "secret", "password", "passwd", "credentials"))
+HIDDEN = "***"
+
+
+def masked(argv: list[str]) -> list[str]:
+    """A command line in which the values of options and variables that hold a secret by their name are hidden.
+
+    ``--api-key X``, ``--hf-token=X``, ``HF_TOKEN=X``; also within a shell's script.
+    """
+    shown: list[str] = []
+    hide = False  # the words up to the next option
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        secret = not SECRETS.isdisjoint(name.lower().replace("_", "-").split("-"))
+        if equals and secret and " " not in name:
+            shown.append(f"{name}={HIDDEN}")
+        elif " " in word:
+            shown.append(" ".join(masked(word.split(" "))))
+        elif hide and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(word)
+            hide = secret and word.startswith("-")
+    return shown
+
+
 def words(argv: list[str], limit: int = 120) -> str:
-    """A command line on one line of at most ``limit`` characters; a long one keeps its ends: a program's path and its name."""
-    text = " ".join(" ".join(argv).split())
+    """A command line on one line of at most ``limit`` characters, without secrets; a long one keeps its ends: a program's
+    path and its name.
+    """
+    text = " ".join(masked(" ".join(argv).split()))
     cut = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[: limit - 3 - cut]}...{text[-cut:]}"
 
