@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,17 +113,27 @@ def test_a_shape_that_is_not_covered(start: Start) -> None:
     engine.answers(ranks=1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
-def test_a_full_disk(start: Start) -> None:
-    """What can't be published did not happen: refused, serving, and possible again once there is room."""
+def _on_a_small_disk(start: Start, *options: str) -> Engine:
     mount = 'mkdir -p "$NVSNAP_CONTROL_DIR" && mount -t tmpfs -o size=512k,mode=0700 none "$NVSNAP_CONTROL_DIR" && exec "$@"'
-    engine = start(ranks=1, options=("--stdio", "inherit"), prefix=("unshare", "-m", "sh", "-c", mount, "sh"))
+    prefix = ("unshare", "-m", "sh", "-c", mount, "sh")
+    engine = start(ranks=1, options=("--stdio", "inherit", *options), prefix=prefix)
     engine.control = Path(f"/proc/{engine.pid}/root{engine.control}")
-    engine.serving()
+    return engine.serving()
+
+
+def _fill(engine: Engine) -> Path:
     filler = engine.control / "filler"
     with filler.open("wb") as file, pytest.raises(OSError, match="No space"):
         while True:
             os.write(file.fileno(), b"x" * 512)
+    return filler
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
+def test_a_full_disk(start: Start) -> None:
+    """What can't be published did not happen: refused, serving, and possible again once there is room."""
+    engine = _on_a_small_disk(start)
+    filler = _fill(engine)
     before = engine.status()
     engine.signal(signal.SIGUSR1, engine.leader)
     until(lambda: "nvsnap: prepare refused, serving: " in engine.output())
@@ -131,6 +142,25 @@ def test_a_full_disk(start: Start) -> None:
     filler.unlink()
     engine.prepare()
     engine.restore()
+    engine.answers(ranks=1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
+def test_a_disk_that_fills_up_meanwhile(start: Start) -> None:
+    """The deadline is taken away all the same: an engine that serves again is not ended by it."""
+    engine = _on_a_small_disk(start, "--drain-s", "1", "--prepare-timeout-s", "1")
+    long = engine.answer("long", 80)
+    until(lambda: engine.counts()["started"] == 1)
+    engine.signal(signal.SIGUSR1)
+    engine.when(lambda s: (s["under_way"] or {}).get("step") == "drain")
+    deadline = time.monotonic() + 1 + 2 * 1
+    filler = _fill(engine)
+    until(lambda: "nvsnap: prepare refused, serving: the control directory can't be written" in engine.output())
+    until(lambda: time.monotonic() > deadline + 1)
+    assert engine.running(), engine.output()
+    assert len(long.result()["tokens"]) == 80
+    filler.unlink()
+    assert engine.state("serving")["last"]["ok"] is False
     engine.answers(ranks=1)
 
 
