@@ -208,7 +208,7 @@ def words(argv: list[str], limit: int = 120) -> str:
     """A command line on one line of at most ``limit`` characters, without secrets; a long one keeps its ends: a program's
     path and its name.
     """
-    text = " ".join(masked(" ".join(argv).split()))
+    text = " ".join(" ".join(masked(argv)).split())
     cut = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[: limit - 3 - cut]}...{text[-cut:]}"
 

@@ -19,7 +19,7 @@ SERVE = ["true", "serve", "M", "--port", "80"]
         [*SERVE, f"--api-key={CANARY}"],
         [*SERVE, "--hf_token", CANARY],
         ["env", f"HF_TOKEN={CANARY}", f"AWS_SECRET_ACCESS_KEY={CANARY} {CANARY}", *SERVE],
-        ["sh", "-c", f"HF_TOKEN={CANARY} exec true serve M --port 80 --api-key {CANARY}"],
+        ["sh", "-c", f"cd /; HF_TOKEN={CANARY} exec true serve M --port 80 --api-key {CANARY}"],
     ],
     ids=" ".join,
 )
