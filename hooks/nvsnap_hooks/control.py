@@ -175,12 +175,12 @@ class Control:
         path = os.path.join(self.config["control_dir"], action)
         try:
             found = os.lstat(path)
+            owner = os.stat(self.config["control_dir"]).st_uid
         except OSError:
             return None
         supervisor = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
         if supervisor.get("cookie", self.config["cookie"]) != self.config["cookie"]:
             return None  # another launcher has the directory now: the request is for its engine
-        owner = os.stat(self.config["control_dir"]).st_uid
         value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
         try:
             os.unlink(path)

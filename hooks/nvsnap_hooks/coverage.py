@@ -16,13 +16,18 @@ HELPERS = ("torch/_inductor/compile_worker", "multiprocessing.resource_tracker",
 
 
 def records(config: protocol.Config) -> dict[int, dict[str, Any]]:
-    """The registered processes of this launch that live, by PID."""
+    """The registered processes of this launch that live, by PID. A file that is no such record counts for none."""
     folder = os.path.join(config["control_dir"], protocol.PROCESSES_DIR)
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
     found = {}
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        record = protocol.read_json(os.path.join(folder, name))
-        if record and record.get("cookie") == config["cookie"] and procfs.alive(record["pid"]):
-            found[int(record["pid"])] = record
+    for name in names:
+        record = protocol.read_json(os.path.join(folder, name)) or {}
+        pid, whole = record.get("pid"), {"role", "rank"} <= record.keys()
+        if whole and record.get("cookie") == config["cookie"] and isinstance(pid, int) and procfs.alive(pid):
+            found[pid] = record
     return found
 
 

@@ -105,8 +105,13 @@ def test_records_are_those_of_this_launch_that_live(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     for pid, cookie in ((os.getpid(), "a-cookie"), (os.getppid(), "another"), (dead.pid, "a-cookie")):
-        write(tmp_path / "processes" / f"{pid}.json", json.dumps({"pid": pid, "cookie": cookie, "role": "core"}))
+        record = {"pid": pid, "cookie": cookie, "role": "core", "rank": 0}
+        write(tmp_path / "processes" / f"{pid}.json", json.dumps(record))
     write(tmp_path / "processes" / "7.json", '{"pid": 7, "coo')
+    for name, odd in enumerate(
+        ({}, {"pid": os.getpid()}, {"pid": "x", "role": 1, "rank": 0}, {"role": "core", "rank": 0})
+    ):
+        write(tmp_path / "processes" / f"odd-{name}.json", json.dumps({"cookie": "a-cookie", **odd}))
     write(tmp_path / "processes" / "8.json.tmp", "")
     assert set(coverage.records(settings)) == {os.getpid()}
 
