@@ -173,11 +173,11 @@ class Soak:
             self.judge_memory()
 
     def judge_memory(self) -> None:
-        for name in MEASURED:
-            grown = {who: growth(found, name) for who, found in self.samples.items()}
-            found = "; ".join(f"{who}: {value / 1024:.0f} KiB" for who, value in grown.items() if value > MEMORY_GROWTH)
-            claim = f"{name} of each process grows by at most {MEMORY_GROWTH // 1024} KiB a cycle, in the second half"
-            self.report.check(not found, claim, found)
+        """By RSS: PSS also rises when somebody else on the machine ends who had the same libraries mapped."""
+        grown = {who: growth(found, "rss") for who, found in self.samples.items()}
+        found = "; ".join(f"{who}: {value / 1024:.0f} KiB" for who, value in grown.items() if value > MEMORY_GROWTH)
+        claim = f"rss of each process grows by at most {MEMORY_GROWTH // 1024} KiB a cycle, in the second half"
+        self.report.check(not found, claim, found)
 
     def table(self) -> str:
         """Each process: prepared in an early cycle and in the last, growth in the second half, idle before and after."""

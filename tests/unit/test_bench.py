@@ -157,12 +157,19 @@ def test_growth_of_any_count_is_found(tmp_path: Path, name: str) -> None:
     assert f"core: {getattr(SAMPLE, name)}, then {getattr(SAMPLE, name) + 1}" in text
 
 
-@pytest.mark.parametrize("name", soak.MEASURED)
-def test_growth_of_memory_is_found(tmp_path: Path, name: str) -> None:
-    found = [Sample(**{**vars(SAMPLE), name: getattr(SAMPLE, name) + n * (1 << 20)}) for n in range(12)]
-    (text,) = judged(tmp_path, found)
-    assert f"{name} of each process grows" in text
+def grown_by(name: str, size: int) -> list[Sample]:
+    return [Sample(**{**vars(SAMPLE), name: getattr(SAMPLE, name) + n * size}) for n in range(12)]
+
+
+def test_growth_of_memory_is_found(tmp_path: Path) -> None:
+    (text,) = judged(tmp_path, grown_by("rss", 1 << 20))
+    assert "rss of each process grows" in text
     assert "core: 1024 KiB" in text
+    assert judged(tmp_path, grown_by("rss", soak.MEMORY_GROWTH - 1)) == []
+
+
+def test_memory_that_others_share_is_not_judged(tmp_path: Path) -> None:
+    assert judged(tmp_path, grown_by("pss", 1 << 20)) == []
 
 
 def test_files_left_in_shm_are_found(tmp_path: Path) -> None:
