@@ -1,11 +1,11 @@
 # make demo: the whole chain on a real engine. make test: all tests. Both make what they need under .work/ first.
 WORK := $(or $(NVSNAP_WORK),$(CURDIR)/.work)
 PYTHON := $(WORK)/venv/bin/python
-SOURCES := nvsnap_launch hooks bench demo tests
+SOURCES := nvsnap_launch hooks bench demo images tests
 # pytest ends with 5 when it found no test: that is a failure too, but one that should be named.
 NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the selection right?' >&2; exit $$code; }
 
-.PHONY: help setup venv bench demo soak test test-fast check
+.PHONY: help setup venv image bench demo soak test test-fast check
 help:
 	@echo 'make demo       dump and restore a real vLLM under load, with a table at the end (DEMO="--tp 1" for options)'
 	@echo 'make bench      bare vLLM against vLLM under the launcher: speed, start-up, memory (BENCH="--pairs 5 --tp 1")'
@@ -14,12 +14,16 @@ help:
 	@echo 'make test-fast  unit and contract tests'
 	@echo 'make check      ruff and mypy'
 	@echo 'make setup      only make what these need, under $(WORK)'
+	@echo 'make image      the Debian image of the CPU chain, as root (IMAGE=--with-engine: the engine in it, 3 GB more)'
 
 setup:
 	@tools/setup
 
 venv:
 	@tools/setup venv
+
+image: setup
+	@$(PYTHON) images/debian-cpu/build.py --work '$(WORK)' $(IMAGE)
 
 demo: setup
 	@$(PYTHON) -m demo.run --work '$(WORK)' $(DEMO)
@@ -33,10 +37,11 @@ soak: setup
 # First what needs no engine, on two cores; then what has the machine for itself.
 test: test-fast setup
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 -m faults $(PYTEST) || $(NO_TEST)
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu' $(PYTEST) || $(NO_TEST)
+	@[ "$$(id -u)" != 0 ] || $(MAKE) --no-print-directory image
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu or image' $(PYTEST) || $(NO_TEST)
 
 test-fast: venv
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu and not faults' $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu and not faults and not image' $(PYTEST) || $(NO_TEST)
 
 check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)

@@ -10,8 +10,10 @@ import _signal  # type: ignore[import-not-found]
 import os
 import sys
 
-if not __package__:  # started by its path, as in `python3 FOLDER/nvsnap_launch`: FOLDER is what has to be searched
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+if not __package__:
+    # Started by its path, `python3 FOLDER/nvsnap_launch`: FOLDER is to be searched, and not what is in this one.
+    _package = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    sys.path[:] = [os.path.dirname(_package), *(path for path in sys.path if path != _package)]  # noqa: PTH120
 
 RUN, STANDBY = "run", "standby"
 UNAVAILABLE = 69

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +32,18 @@ def criu() -> str:
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
+def folder() -> Iterator[Path]:
+    """One that other users may enter, too: pytest closes its own again and again."""
+    with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def box(folder: Path) -> Iterator[Box]:
     """A PID and mount namespace for a standby; it is not started yet."""
     if os.geteuid() != 0:
         pytest.skip("a PID namespace needs root")
-    made = Box(tmp_path / "box")
+    made = Box(folder / "box")
     yield made
     made.kill()
