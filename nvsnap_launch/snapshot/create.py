@@ -555,6 +555,8 @@ class Creation:
         except client.RequestFailed as failed:
             before = f"{error}\n  and " if error is not None else ""
             reason = f"{before}the server could not be brought back to serving: {failed.reason}"
+            if procfs.alive(self.leader):
+                reason += f"; when that is mended: nvsnap-launch restore --control-dir {self.control.path}"
             raise SnapshotError(reason, protocol.EXIT_PREPARE_FAILED) from error
         say("the server serves again")
 

@@ -284,9 +284,9 @@ def state_of(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def small_disk(place: Path, size: str) -> Iterator[None]:
+def small_disk(place: Path, size: str, mode: str = "1777") -> Iterator[None]:
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "small", place], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode={mode}", "small", place], check=True)
     try:
         yield
     finally:

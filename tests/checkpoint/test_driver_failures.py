@@ -224,6 +224,24 @@ def test_a_disk_that_fills_after_the_dump(lab: Lab) -> None:
     assert set(failed) == {False, True}, "both before and after the files were saved"
 
 
+def test_a_control_directory_that_fills_says_how_to_go_on(lab: Lab) -> None:
+    with small_disk(lab.control, "2m", "0700"):
+        lab.launch()
+        client = Connection(lab.port)
+        other = lab.control / "other"
+        criu = wrapper(lab, f"dd if=/dev/zero of={other} bs=4096 2>/dev/null; exit 3")
+        failed = lab.run("snapshot", "create", str(lab.image), "--criu", criu)
+        assert failed.returncode == 75, failed.stderr
+        assert "no space left on device" in failed.stderr
+        advice = failed.stderr.rstrip().rpartition("when that is mended: nvsnap-launch ")[2].split()
+        other.unlink()
+        assert advice == ["restore", "--control-dir", str(lab.control)]
+        assert lab.run(*advice).returncode == 0
+        check_serving(lab, client)
+        client.close()
+        lab.end()
+
+
 def test_prepared_by_a_signal_before(lab: Lab) -> None:
     launcher = lab.launch()
     assert lab.run("prepare").returncode == 0
