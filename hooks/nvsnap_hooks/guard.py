@@ -26,17 +26,29 @@ SIZE_LIMIT = 1 << 20  # bytes of a file that is read
 KILLED = 137  # as a shell says that SIGKILL ended a process
 
 
-def read(path: str) -> dict[str, object]:
+def content(path: str) -> bytes:
+    """Of a regular file, up to SIZE_LIMIT; never waits, whatever somebody put there instead."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return {}
+        return b""
     try:
-        value = json.loads(os.read(descriptor, SIZE_LIMIT)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
+        return os.read(descriptor, SIZE_LIMIT) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    except OSError:
+        return b""
     finally:
         os.close(descriptor)
+
+
+def text(path: str) -> str:
+    return content(path).decode(errors="replace")
+
+
+def read(path: str) -> dict[str, object]:
+    try:
+        value = json.loads(content(path))
+    except (ValueError, RecursionError):
+        return {}
     return value if isinstance(value, dict) else {}
 
 
@@ -144,10 +156,12 @@ def circumstances(control: str) -> str:
             found.append(f"{name}: {note}")
         elif pid not in dead:
             busy.append(name)
-    # The leader waits for the core, and the core for the ranks.
-    inner = [name for role in ("worker", "core", "") for name in busy if name.startswith(role)]
-    found += [f"{name} has not done its part" for name in inner if inner[0].split()[0] == name.split()[0]]
-    return "; ".join(dict.fromkeys(found))
+    for role in ("worker", "core", ""):  # the leader waits for the core, and the core for the ranks
+        stuck = [name for name in busy if name.startswith(role)]
+        if stuck:
+            found += [f"{name} has not done its part" for name in stuck]
+            break
+    return "; ".join(found)
 
 
 def stacks(control: str) -> str:
@@ -171,14 +185,6 @@ def wait_for_words(paths: list[str]) -> dict[str, str]:
             break
         found = now
     return found
-
-
-def text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def say(words: str) -> None:
@@ -215,7 +221,7 @@ class Launcher:
         """After a restore nobody did: this is another process then, below another launcher or none."""
         born, above = fields(os.getpid())[19], self._above()
         if self.pid and born == self._born:
-            return self.pid not in above
+            return self.pid not in above and ended(self.pid)  # one between us may have ended while we looked
         told = read(self._path)
         ours = told.get("pid_namespace") == os.stat("/proc/self/ns/pid").st_ino
         self.pid = pid if ours and isinstance(pid := told.get("pid"), int) and pid in above else 0
