@@ -20,6 +20,7 @@ LOOK = 10  # ticks between two looks at the launcher
 GAP = 1.5  # seconds without a tick that count as a freeze
 WHILE: dict[object, str] = {"prepare": "preparing", "restore": "restoring"}  # action -> state
 STACKS_SIGNAL = signal.SIGRTMIN + 9
+FAILURE = "failed: "  # begins a file for stacks whose process has failed by itself
 STACKS_KEPT = 20000  # characters, in the verdict
 STACKS_WAIT = 3.0  # seconds
 SIZE_LIMIT = 1 << 20  # bytes of a file that is read
@@ -152,8 +153,8 @@ def circumstances(control: str) -> str:
     busy = []
     for pid, path in files.items():
         note, name = text(path).partition("\n")[0], names.get(pid, f"process {pid}")
-        if note:
-            found.append(f"{name}: {note}")
+        if note.startswith(FAILURE):
+            found.append(f"{name}: {note.removeprefix(FAILURE)}")
         elif pid not in dead:
             busy.append(name)
     for role in ("worker", "core", ""):  # the leader waits for the core, and the core for the ranks
@@ -202,10 +203,13 @@ def counts(control: str, deadline: dict[str, object]) -> bool:
 def expire(control: str, deadline: dict[str, object]) -> None:
     missed = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
     reason = "; ".join(filter(None, [missed, circumstances(control)]))
+    verdict = {"exit_code": deadline.get("exit_code", 74), "reason": reason, "stacks": ""}
+    write(
+        os.path.join(control, "verdict.json"), verdict
+    )  # first of all: the engine may end by itself at any moment now
     found = stacks(control)
     say("\n".join(filter(None, [f"{reason}: ending the engine", found])))
-    code = deadline.get("exit_code", 74)
-    write(os.path.join(control, "verdict.json"), {"exit_code": code, "reason": reason, "stacks": found[-STACKS_KEPT:]})
+    write(os.path.join(control, "verdict.json"), {**verdict, "stacks": found[-STACKS_KEPT:]})
     kill_session()
 
 

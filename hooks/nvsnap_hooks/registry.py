@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 
-from . import importhook, procfs, protocol
+from . import importhook, procfs, protocol, stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ def register(role: str, rank: int | None = None, required: Iterable[str] = ()) -
     _written.update(
         pid=os.getpid(), cookie=config["cookie"], role=role, rank=rank, required=sorted(required), config=config
     )
+    with contextlib.suppress(ValueError):  # not the main thread
+        stacks.ignore()
     refresh()
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 
 from . import protocol
+from .guard import FAILURE
 from .guard import STACKS_SIGNAL as SIGNAL
 
 TYPE_CHECKING = False
@@ -21,6 +23,12 @@ _armed: dict[int, IO[str]] = {}
 
 def path(control_dir: str, pid: int) -> str:
     return os.path.join(control_dir, protocol.STACKS_DIR, f"{pid}.txt")
+
+
+def ignore() -> None:
+    """Called once, in the main thread: while nothing is armed the signal does nothing. One that comes a moment too late, when
+    the process has done its part, must not end it. (faulthandler puts back what was before it.)"""
+    signal.signal(SIGNAL, signal.SIG_IGN)
 
 
 def arm(control_dir: str) -> None:
@@ -44,7 +52,7 @@ def note(text: str) -> None:
     file = _armed.get(os.getpid())
     if file is not None:
         with contextlib.suppress(OSError):
-            file.write(f"{text}\n")
+            file.write(f"{FAILURE}{text}\n")
             file.flush()
 
 

@@ -41,7 +41,7 @@ def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
         report.update(ok=False, error=f"{type(error).__name__}: {error}")
         # Said here as well: another rank may be waiting for this one, and then nobody gets to read the report.
         say(f"{action} failed on rank {rank.rank}: {traceback.format_exc(limit=12)}")
-        stacks.note(f"{action} failed: {report['error']}")
+        stacks.note(f"{action}: {report['error']}")
     else:
         stacks.disarm(rank.control_dir)
     report["seconds"] = round(time.monotonic() - started, 4)
