@@ -16,11 +16,12 @@ IMAGE = WORK / "image"
 RUN = ["unshare", "--mount", "sh", "-c", 'umount -l /sys/fs/cgroup/unified 2>/dev/null; exec "$@"', "sh", "crun"]
 ENGINE = "/opt/engine/packages"
 CONTROL = "/run/nvsnap/control"
-# What CRIU needs, and what a process of root's has anyway.
-PRIVILEGES = (
-    *("SYS_ADMIN", "SYS_PTRACE", "CHECKPOINT_RESTORE", "NET_ADMIN", "SYS_CHROOT", "SYS_TIME", "SYS_NICE", "IPC_LOCK"),
-    *("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "MKNOD"),
+# What Docker gives a process of root's, and what CRIU needs beside it (README, "Images").
+DOCKERS = (
+    *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SETFCAP", "MKNOD"),
+    *("NET_BIND_SERVICE", "NET_RAW", "SYS_CHROOT", "AUDIT_WRITE"),
 )
+CRIUS = ("SYS_ADMIN", "SYS_PTRACE", "CHECKPOINT_RESTORE", "NET_ADMIN", "SYS_TIME")
 
 
 class Container:
@@ -39,11 +40,12 @@ class Container:
     def bundle(self, arguments: tuple[str, ...], entrypoint: list[str] | None, env: dict[str, str]) -> dict[str, Any]:
         image = json.loads((IMAGE / "config.json").read_text())
         given = dict(entry.split("=", 1) for entry in image["Env"]) | env
-        sets = [f"CAP_{name}" for name in PRIVILEGES] if self.privileged else []
+        sets = [f"CAP_{name}" for name in (*DOCKERS, *CRIUS)] if self.privileged else []
         memory = ["nosuid", "nodev", "mode=1777"]
         terminals = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]
         mounts = [
             {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", "ro"]},
             {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]},
             {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": terminals},
             {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": memory},
@@ -68,7 +70,7 @@ class Container:
                 "capabilities": {kind: sets for kind in ("bounding", "effective", "permitted", "inheritable")},
             },
             "mounts": mounts,
-            "linux": {"namespaces": namespaces, **({} if self.privileged else {"readonlyPaths": ["/proc/sys"]})},
+            "linux": {"namespaces": namespaces, "readonlyPaths": [] if self.privileged else ["/proc/sys"]},
         }
 
     def start(self, *arguments: str, entrypoint: list[str] | None = None, **env: str) -> Container:
