@@ -49,17 +49,17 @@ def start(launcher: Launcher, python: str, **extra: str) -> ControlDirectory:
 
 def test_answered(launcher: Launcher, python: str) -> None:
     control = start(launcher, python)
-    assert client.wait_for(control, "ready", 5)["state"] == "serving"
-    assert client.request(control, "prepare", 5)["action"] == "prepare"
+    assert client.wait_for(control, "ready", 30)["state"] == "serving"
+    assert client.request(control, "prepare", 30)["action"] == "prepare"
     assert client.wait_for(control, "prepared", 0)["generation"] == 1
-    assert client.request(control, "restore", 5)["ok"] is True
+    assert client.request(control, "restore", 30)["ok"] is True
     assert not list(launcher.control.glob("*.tmp"))
 
 
 def test_refused_with_its_reason(launcher: Launcher, python: str) -> None:
     control = start(launcher, python, OK="false")
     with pytest.raises(client.RequestFailed, match="a socket was left") as caught:
-        client.request(control, "prepare", 5)
+        client.request(control, "prepare", 30)
     assert (caught.value.last or {})["ok"] is False
 
 
@@ -72,7 +72,7 @@ def test_commands(launcher: Launcher, python: str) -> None:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return result.returncode, result.stdout + result.stderr
 
-    assert call("wait", "ready", "--timeout", "5")[0] == 0
+    assert call("wait", "ready", "--timeout", "30")[0] == 0
     assert call("prepare") == (0, "prepare: ok in 0.500 s\n")
     assert call("wait", "ready", "--timeout", "0")[0] == 1
     assert call("restore") == (0, "restore: ok in 0.500 s\n")
@@ -94,13 +94,13 @@ def test_two_at_once_are_both_answered(launcher: Launcher, python: str) -> None:
     control = start(launcher, python)
     (launcher.folder / "hold").touch()
     answers: list[dict[str, object]] = []
-    threads = [threading.Thread(target=lambda: answers.append(client.request(control, "prepare", 10))) for _ in "ab"]
+    threads = [threading.Thread(target=lambda: answers.append(client.request(control, "prepare", 30))) for _ in "ab"]
     for thread in threads:
         thread.start()
     wait_until((launcher.control / "prepare").exists)
     (launcher.folder / "hold").unlink()
     for thread in threads:
-        thread.join(15)
+        thread.join(35)
     assert [answer["ok"] for answer in answers] == [True, True]
 
 
