@@ -1,7 +1,7 @@
 """Is anything of ours on the way of a request? Counted from outside, by a profile function in each engine process.
 
-Three counts: the start, so many requests in steady state, and then one prepare and restore. The last is the proof that what was not
-seen in the second would have been seen.
+Four counts: the start, so many requests, one prepare and restore, and as many requests again: nothing may stay in their way.
+The third is the proof that what was not seen in the second and fourth would have been seen.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class Trace:
     start: list[Seen]
     steady: list[Seen]
     cycle: list[Seen]
+    again: list[Seen]
 
     def faults(self) -> list[str]:
         """What speaks against "nothing of ours is on the way of a request", as sentences."""
-        found = [f"{seen.role}: {seen.blind}" for seen in [*self.start, *self.steady, *self.cycle] if seen.blind]
-        for seen in self.steady:
+        found = [f"{seen.role}: {seen.blind}" for phase in self.phases() for seen in phase if seen.blind]
+        for seen in [*self.steady, *self.again]:
             found += [f"{seen.role}: {count} calls of {name} on the way" for (name, _), count in seen.on_path.items()]
         found += [f"{seen.role}: nothing is patched" for seen in self.steady if not seen.patched]
         found += [
@@ -60,18 +61,22 @@ class Trace:
 
     def table(self) -> str:
         """Every patched callable, in which process, and how often it was called."""
-        header = ("process", "patched", "by", "start", f"{self.requests} requests", "prepare+restore")
+        header = ("process", "patched", "by", "start", f"{self.requests} requests", "prepare+restore", "requests again")
+        whole = list(zip(*self.phases(), strict=True))
         rows = [
-            (first.role, where, function[0], *(str(called(seen, function)) for seen in (first, steady, cycle)))
-            for first, steady, cycle in zip(self.start, self.steady, self.cycle, strict=True)
-            for where, function in steady.patched.items()
+            (looks[0].role, where, function[0], *(str(called(seen, function)) for seen in looks))
+            for looks in whole
+            for where, function in looks[1].patched.items()
         ]
-        for first, steady, cycle in zip(self.start, self.steady, self.cycle, strict=True):
-            counts = (str(sum(seen.on_path.values())) for seen in (first, steady, cycle))
-            rows.append((first.role, "(any code of ours, in the engine's threads)", "", *counts))
-            counts = (str(sum(seen.aside.values())) for seen in (first, steady, cycle))
-            rows.append((first.role, "(the same, in threads of ours)", "", *counts))
-        return grid(header, rows, right={3, 4, 5})
+        for looks in whole:
+            counts = (str(sum(seen.on_path.values())) for seen in looks)
+            rows.append((looks[0].role, "(any code of ours, in the engine's threads)", "", *counts))
+            counts = (str(sum(seen.aside.values())) for seen in looks)
+            rows.append((looks[0].role, "(the same, in threads of ours)", "", *counts))
+        return grid(header, rows, right={3, 4, 5, 6})
+
+    def phases(self) -> tuple[list[Seen], ...]:
+        return self.start, self.steady, self.cycle, self.again
 
 
 def called(seen: Seen, function: Function) -> int:
@@ -94,7 +99,9 @@ def trace(session: Session, requests: int = 50) -> Trace:
         steady = look(server, folder)
         server.prepare()
         server.restore()
-        return Trace(requests // CLIENTS * CLIENTS, start, steady, look(server, folder))
+        cycle = look(server, folder)
+        load.block(server.port, CLIENTS, requests // CLIENTS, TOKENS)
+        return Trace(requests // CLIENTS * CLIENTS, start, steady, cycle, look(server, folder))
     finally:
         server.stop()
 

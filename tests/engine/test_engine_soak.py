@@ -52,7 +52,8 @@ def traced(session: Session) -> Trace:
 
 def test_nothing_of_ours_runs_while_requests_are_served(traced: Trace) -> None:
     assert traced.requests == REQUESTS
-    assert {seen.role: dict(seen.on_path) for seen in traced.steady} == {"leader": {}, "core": {}, "worker 0": {}}
+    for phase in (traced.steady, traced.again):
+        assert {seen.role: dict(seen.on_path) for seen in phase} == {"leader": {}, "core": {}, "worker 0": {}}
     assert traced.faults() == []
 
 

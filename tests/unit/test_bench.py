@@ -130,7 +130,7 @@ def test_what_is_missing_is_named(program: Any, tmp_path: Path, capsys: pytest.C
     assert "engine/bin/vllm is missing: run tools/setup" in capsys.readouterr().err
 
 
-SAMPLE = Sample(threads=10, fds=20, sockets=5, children=2, mappings=300, shm=3, rss=100 << 20, pss=80 << 20)
+SAMPLE = Sample(threads=10, fds=20, sockets=5, children=2, files=200, shm=3, mappings=300, rss=100 << 20, pss=80 << 20)
 
 
 def judged(tmp_path: Path, found: list[Sample], **more: Any) -> list[str]:
@@ -164,8 +164,16 @@ def grown_by(name: str, size: int) -> list[Sample]:
 def test_growth_of_memory_is_found(tmp_path: Path) -> None:
     (text,) = judged(tmp_path, grown_by("rss", 1 << 20))
     assert "rss of each process grows" in text
-    assert "core: 1024 KiB" in text
+    assert "core: 1048576.0 a cycle" in text
     assert judged(tmp_path, grown_by("rss", soak.MEMORY_GROWTH - 1)) == []
+
+
+def test_mappings_that_grow_with_each_cycle_are_found(tmp_path: Path) -> None:
+    (text,) = judged(tmp_path, grown_by("mappings", 1))
+    assert "mappings of each process grows by at most 0.5 a cycle" in text
+    assert judged(tmp_path, [*grown_by("mappings", 0)[1:], *grown_by("mappings", 1)[1:2]]) == [], (
+        "an arena more is no leak"
+    )
 
 
 def test_memory_that_others_share_is_not_judged(tmp_path: Path) -> None:

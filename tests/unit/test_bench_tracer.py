@@ -123,14 +123,16 @@ def look(on_path: int = 0, aside: int = 0, blind: str = "") -> Seen:
 
 
 def test_faults() -> None:
-    assert Trace(50, [look(5)], [look(0, 3)], [look(2)]).faults() == []
-    assert Trace(50, [look(5)], [look(1)], [look(2)]).faults() == [f"core: 1 calls of {ALIVE} on the way"]
-    assert "was not seen" in Trace(50, [look(5)], [look()], [look()]).faults()[0]
-    assert Trace(50, [look(5)], [look(blind="it slept")], [look(2)]).faults() == ["core: it slept"]
-    assert "nothing is patched" in Trace(50, [look(5)], [look()._replace(patched={})], [look(2)]).faults()[0]
+    assert Trace(50, [look(5)], [look(0, 3)], [look(2)], [look()]).faults() == []
+    on_the_way = [f"core: 1 calls of {ALIVE} on the way"]
+    assert Trace(50, [look(5)], [look(1)], [look(2)], [look()]).faults() == on_the_way
+    assert Trace(50, [look(5)], [look()], [look(2)], [look(1)]).faults() == on_the_way
+    assert "was not seen" in Trace(50, [look(5)], [look()], [look()], [look()]).faults()[0]
+    assert Trace(50, [look(5)], [look(blind="it slept")], [look(2)], [look()]).faults() == ["core: it slept"]
+    assert "nothing is patched" in Trace(50, [look(5)], [look()._replace(patched={})], [look(2)], [look()]).faults()[0]
 
 
 def test_table_has_each_patched_callable_with_its_calls() -> None:
-    rows = Trace(50, [look(5)], [look(0, 3)], [look(2)]).table().splitlines()
+    rows = Trace(50, [look(5)], [look(0, 3)], [look(2)], [look()]).table().splitlines()
     (row,) = [row for row in rows if "engine.Core.alive" in row]
-    assert row.split() == ["core", "engine.Core.alive", ALIVE, "5", "3", "2"]
+    assert row.split() == ["core", "engine.Core.alive", ALIVE, "5", "3", "2", "0"]
