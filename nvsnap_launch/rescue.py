@@ -38,18 +38,25 @@ def lock(folder: Path, make: bool = False) -> int:
     return descriptor
 
 
-def driver_works(control: ControlDirectory, dump: Mapping[str, Any]) -> bool:
-    """Whether the driver of dump.json lives: it holds the lock. Where there is none to ask, its PID counts.
-
-    Then True as well for a driver in a PID namespace that we cannot see into.
-    """
+def lock_is_held(control: ControlDirectory) -> bool | None:
+    """None where no driver has made one."""
     try:
         os.close(lock(control.path))
         return False
     except BlockingIOError:
         return True
     except OSError:
-        pass
+        return None
+
+
+def driver_works(control: ControlDirectory, dump: Mapping[str, Any]) -> bool:
+    """Whether the driver of dump.json lives: it holds the lock. Where there is none to ask, its PID counts.
+
+    Then True as well for a driver in a PID namespace that we cannot see into.
+    """
+    held = lock_is_held(control)
+    if held is not None:
+        return held
     if not processes.number(dump, "pid"):
         return False
     ours = processes.number(dump, "pid_namespace") in (0, protocol.pid_namespace())

@@ -19,7 +19,7 @@ from nvsnap_launch import child, environment, logs, refusal, signals
 from nvsnap_launch.controldir import STDERR_LOG, STDOUT_LOG, ControlDirectory
 from nvsnap_launch.hooktree import procfs, protocol
 from nvsnap_launch.outcome import Facts, decide
-from nvsnap_launch.rescue import UNFINISHED, driver_works, rescue
+from nvsnap_launch.rescue import UNFINISHED, driver_works, lock_is_held, rescue
 from nvsnap_launch.settings import Settings
 from nvsnap_launch.tree import Tree, become_subreaper, send
 
@@ -368,7 +368,16 @@ class Supervisor:
                 break
             self._wait_a_little()
         prepared = (self._control.status() or {}).get("state") == protocol.PREPARED
-        return str(dump.get("snapshot") or "") if dump.get("phase") == "done" and prepared else None
+        if dump.get("phase") != "done" or not prepared:
+            return None
+        self._let_driver_end()
+        return str(dump.get("snapshot") or "")
+
+    def _let_driver_end(self) -> None:
+        """As PID 1 we would take it along, before it has told its caller that all went well."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while lock_is_held(self._control) and time.monotonic() < deadline:
+            self._wait_a_little()
 
     def _verdict(self) -> tuple[int, str] | None:
         found = self._control.verdict() or {}

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from container import IMAGE, WORK, Container
@@ -134,30 +135,59 @@ def test_a_placeholder_of_the_same_image(container: Callable[..., Container]) ->
     assert one.wait() == 143
 
 
-def test_a_snapshot_and_its_restore_in_another_container(container: Callable[..., Container], tmp_path: Path) -> None:
-    """As root with CRIU's privileges: the image has all that the reference driver needs."""
+@pytest.fixture
+def make_root(container: Callable[..., Container], tmp_path: Path) -> Callable[[str], tuple[Container, dict[str, str]]]:
+    """Containers that may run CRIU, with two folders in common: the snapshots and the control directory."""
     images, control = tmp_path / "images", tmp_path / "control"
     images.mkdir()
     control.mkdir(mode=0o700)
-    first = privileged(container("first", user=0, privileged=True), images, control)
-    first.start(*SERVE, **with_standin(first))
-    first.state("serving")
-    tokens = json.loads(first.python(ASK, "3"))
-    made = first.exec("nvsnap-launch", "snapshot", "create", "/images/one")
+
+    def make(name: str) -> tuple[Container, dict[str, str]]:
+        one = container(name, user=0, privileged=True)
+        one.mount(images, "/images", writable=True)
+        one.mount(control, "/run/nvsnap/control", writable=True)
+        one.mount(Path(__file__).with_name("agent.py"), "/agent.py")
+        return one, with_standin(one)
+
+    return make
+
+
+@pytest.fixture
+def tokens(make_root: Callable[[str], tuple[Container, dict[str, str]]]) -> list[int]:
+    """The answer of an engine that was dumped to /images/one in a first container."""
+    one, env = make_root("first")
+    assert one.start(*SERVE, **env).state("serving")["leader"]["pid"] < 100, "numbers that any container gives out"
+    answer: list[int] = json.loads(one.python(ASK, "3"))
+    made = one.exec("nvsnap-launch", "snapshot", "create", "/images/one")
     assert made.returncode == 0, made.stderr
-    assert first.wait() == 0
-    second = privileged(container("second", user=0, privileged=True), images, control)
-    second.start("snapshot", "restore", "/images/one", entrypoint=["nvsnap-launch"], **with_standin(second))
-    assert second.state("serving")["mode"] == "restored"
-    assert json.loads(second.python(ASK, "3")) == tokens
-    second.exec("sh", "-c", "kill -TERM 1")
-    assert second.wait() == 0
+    assert one.wait() == 0
+    return answer
 
 
-def privileged(container: Container, images: Path, control: Path) -> Container:
-    container.mount(images, "/images", writable=True)
-    container.mount(control, "/run/nvsnap/control", writable=True)
-    return container
+def check_restored(one: Container, tokens: list[int]) -> None:
+    assert one.state("serving")["mode"] == "restored"
+    assert json.loads(one.python(ASK, "3")) == tokens
+    one.exec("sh", "-c", "kill -TERM 1")
+    assert one.wait() == 0
+
+
+def test_a_snapshot_comes_back_in_another_container(make_root: Any, tokens: list[int]) -> None:
+    one, env = make_root("second")
+    one.start("snapshot", "restore", "/images/one", entrypoint=["nvsnap-launch"], **env)
+    check_restored(one, tokens)
+
+
+def test_an_agent_brings_it_back_in_a_placeholder(make_root: Any, tokens: list[int]) -> None:
+    one, env = make_root("second")
+    one.start(*SERVE, entrypoint=["/opt/nvsnap/entrypoints/standby"], **env).state("restoring")
+    # What an agent and probes leave running: it would have the numbers of the tree.
+    one.exec("sh", "-c", "for n in $(seq 60); do sleep 600 >/dev/null 2>&1 & done")
+    metadata = json.dumps({"schema": 1, "incarnation": "second"})
+    python = "/opt/nvsnap/bin/python3"
+    brought = one.exec(python, "/agent.py", "/images/one", "/opt/nvsnap/criu/criu", metadata, "/tmp/restore.log")
+    assert brought.returncode == 0, one.exec("grep", "Error", "/tmp/restore.log").stdout
+    check_restored(one, tokens)
+    assert "an engine was restored" in one.said()
 
 
 @pytest.mark.engine

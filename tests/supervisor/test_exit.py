@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from launching import Launcher
 from support import ROOT, wait_until
 
+from nvsnap_launch import rescue
 from nvsnap_launch.hooktree import procfs
 
 
@@ -35,8 +37,6 @@ def test_arguments_arrive_byte_for_byte(launcher: Launcher, python: str) -> None
 
 
 def test_bare_form_needs_no_run(launcher: Launcher, python: str, tmp_path: Path) -> None:
-    import subprocess
-
     environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(tmp_path / "c"), "PYTHONPATH": str(ROOT)}
     for options in ([], ["--stdio", "inherit"]):
         command = [python, "-m", "nvsnap_launch", *options, "--", "sh", "-c", "exit 3"]
@@ -227,6 +227,21 @@ def test_a_tree_that_a_driver_dumped(launcher: Launcher, phase: str, code: int) 
     assert left["exit"]["code"] == code
     assert ("lives on in the snapshot /images/one" in left["exit"]["reason"]) is (code == 0)
     assert left["generation"] == 3
+
+
+def test_the_launcher_outlives_the_driver(launcher: Launcher) -> None:
+    """Where the driver runs in the launcher's PID namespace, the end of PID 1 would be its own."""
+    launcher.start("sleep", "1000")
+    child = launcher.wait_started()
+    lock = rescue.lock(launcher.control, make=True)
+    (launcher.control / "status.json").write_text('{"state": "prepared", "snapshot_ready": true}')
+    (launcher.control / "dump.json").write_text(json.dumps({"phase": "done", "snapshot": "/images/one"}))
+    os.kill(child, signal.SIGKILL)
+    assert launcher.process is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.process.wait(1)
+    os.close(lock)
+    assert launcher.end()[0] == 0
 
 
 def test_a_driver_that_died_while_it_dumped(launcher: Launcher) -> None:
