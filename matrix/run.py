@@ -1,9 +1,9 @@
 """How far does each version of the table get here? ``python -m matrix.run [VERSION …]`` (``make matrix``).
 
 For each: every target in the released wheel (``resolves``), prepare and restore in place twice (``cycles``), killed and
-restored with CRIU (``criu``). A whole run writes what was seen to the README's table. Exit status: 0 when each version
-reached what hooks/nvsnap_hooks/vllm/versions.py claims, 1 when one did not, 64 for a bad option. Needs what tools/setup
-makes under --work; an engine that it installs it removes again.
+restored with CRIU (``criu``), as far as hooks/nvsnap_hooks/vllm/versions.py claims. What was seen goes to the README's table.
+Exit status: 0 when each version reached what it claims, 1 when one did not, 64 for a bad option. Needs what tools/setup makes
+under --work; an engine that it installs it removes again.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class Result:
     torch: str = ""
 
     @property
+    def whole(self) -> bool:
+        """Was all looked for that can be seen here of the claim?"""
+        return self.wanted in (self.claimed, HERE[-1])
+
+    @property
     def ok(self) -> bool:
         return self.reached != "" and HERE.index(self.reached) >= HERE.index(self.wanted)
 
@@ -85,13 +90,14 @@ class Matrix:
         return result
 
     def levels(self, result: Result) -> Iterator[str]:
-        """Each level when it was seen. Raises Stop."""
+        """Each level when it was seen, up to the one that is looked for. Raises Stop."""
         self.resolves(result.version)
         yield HERE[0]
-        if self.options.only_resolves:
-            return
-        self.install(result)
-        for level, test in TESTED.items():
+        wanted = HERE[1 : HERE.index(result.wanted) + 1]
+        if wanted:
+            self.install(result)
+        for level in wanted:
+            test = TESTED[level]
             log = self.log(result.version, level)
             command = [sys.executable, "-m", "pytest", "-x", "-m", "engine", f"{TESTS}::{test}"]
             variables = {"NVSNAP_TEST_VERSION": result.version, "NVSNAP_WORK": str(self.options.work)}
@@ -162,10 +168,10 @@ def show(matrix: Matrix, results: Sequence[Result]) -> None:
 
 
 def update(results: Sequence[Result]) -> None:
-    """Only what was seen: the row of a version that falls short stays as it is, and with it the day of its last good run."""
+    """Only where all that is claimed was seen. The row of a version that falls short stays, with the day of its last good run."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     claims = {version: entry.level for version, entry in versions.TABLE.items()}
-    found = [readme.Row(one.version, one.wanted, one.torch, today) for one in results if one.ok]
+    found = [readme.Row(one.version, one.wanted, one.torch, today) for one in results if one.ok and one.whole]
     readme.write(ROOT / "README.md", found, claims)
 
 
@@ -198,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     matrix = Matrix(options)
     results = [matrix.one(version) for version in options.versions]
     show(matrix, results)
-    if not (options.only_resolves or options.wheel):
+    if not options.wheel:
         update(results)
     return 0 if all(result.ok for result in results) else 1
 

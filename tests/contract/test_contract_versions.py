@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from contract_harness import ROOT, STANDIN, Engine
+from contract_harness import STANDIN, Engine
+from matrix_support import call, copied
+from nvsnap_hooks.vllm import versions
 
 RENAMED = {"_process_input_queue": "_take_messages", "_handle_client_request": "_dispatch"}
 ALIKE = '"9.9.0": Entry("resolves", {**TABLE["0.32.0"].targets}),'
@@ -41,9 +41,7 @@ def checkout(tmp_path: Path) -> Callable[[str], Path]:
     """A copy of the product with so many entries more in its table."""
 
     def make(entry: str) -> Path:
-        folder = tmp_path / "checkout"
-        for name in ("nvsnap_launch", "hooks", "matrix", "demo"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        folder = copied(tmp_path / "checkout")
         table = folder / "hooks" / "nvsnap_hooks" / "vllm" / "versions.py"
         table.write_text(table.read_text() + f"\nTABLE.update({{{entry}}})\n")
         return folder
@@ -51,17 +49,9 @@ def checkout(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def resolves(checkout: Path, wheel: Path) -> subprocess.CompletedProcess[str]:
+def resolves(checkout: Path, wheel: Path) -> tuple[int, str, str]:
     """The command: which level does it reach? Here only what can be seen without installing it."""
-    return subprocess.run(
-        [sys.executable, "-m", "matrix.run", "9.9.0", "--wheel", wheel, "--only-resolves"],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return call(checkout, "9.9.0", "--wheel", wheel, "--only-resolves")
 
 
 def test_without_an_entry(invented: Path, start: Callable[..., Engine]) -> None:
@@ -69,29 +59,36 @@ def test_without_an_entry(invented: Path, start: Callable[..., Engine]) -> None:
     assert engine.refused().startswith("vLLM 9.9.0 is not verified (verified: 0.26.0, 0.27.1")
 
 
-def test_an_entry_that_is_wrong(invented: Path, checkout: Callable[[str], Path], start: Callable[..., Engine]) -> None:
-    """Said by the command, and by a prepare at once: nothing is touched."""
+def test_an_entry_that_is_wrong(
+    invented: Path, checkout: Callable[[str], Path], start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said by the command, by doctor, and by a prepare at once: nothing is touched."""
     folder = checkout(ALIKE)
     missing = {"core_requests": "_handle_client_request", "core_input": "_process_input_queue"}
     module = "vllm.v1.engine.core"
     why = {
         key: f"{module}.EngineCoreProc.{name}: {module} has no EngineCoreProc.{name}" for key, name in missing.items()
     }
-    found = resolves(folder, invented)
-    assert found.returncode == 1
-    assert "; ".join(f"{key}: {words}" for key, words in why.items()) in found.stdout
+    code, out, _ = resolves(folder, invented)
+    assert code == 1
+    assert "; ".join(f"{key}: {words}" for key, words in why.items()) in out
     engine = start(standin=invented, PYTHONPATH=f"{invented}:{folder}").serving()
     refused = engine.refused()
     assert [part.partition(" (core): ")[2] for part in refused.split("; ")] == [
         f"{key}: missing: {words}" for key, words in sorted(why.items())
     ]
+    monkeypatch.setenv("PYTHONPATH", str(invented))
+    _, out, _ = call(folder, "doctor", "--", invented / "bin" / "vllm", "serve", "M", module="nvsnap_launch")
+    found = {name: mark for mark, name in re.findall(r"^(ok|MISSING) +target ([a-z_]+): ", out, re.M)}
+    assert set(found) == set(versions.TABLE["0.32.0"].targets)
+    assert {name for name, mark in found.items() if mark != "ok"} == set(why)
     assert not [step for step in engine.status()["last"]["steps"] if step["name"] != "preconditions"]
 
 
 def test_an_entry_that_is_right(invented: Path, checkout: Callable[[str], Path], start: Callable[..., Engine]) -> None:
     folder = checkout(RIGHT)
-    found = resolves(folder, invented)
-    assert found.returncode == 0, found.stdout + found.stderr
+    code, out, error = resolves(folder, invented)
+    assert code == 0, out + error
     engine = start(standin=invented, PYTHONPATH=f"{invented}:{folder}").serving()
     described = engine.status()["engine"]
     assert (described["version"], described["verified"], described["level"]) == ("9.9.0", True, "resolves")

@@ -33,6 +33,7 @@ TARGETS = versions.TABLE["0.32.0"].targets
         ("0.32.0+cu130.local", True),
         ("0.32.1", False),
         ("0.32.0.dev3", False),
+        ("0.32.1.dev3", False),
         ("0.32.0rc1", False),
         ("0.32.0.post1", False),
         ("0.32", False),
