@@ -42,13 +42,14 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _server(engine: Engine, folder: Path, plugin: Path) -> Server:
+def _server(engine: Engine, folder: Path, plugin: Path, seconds: int) -> Server:
+    """``seconds`` are those that a prepare has for the ranks' part: there, and back."""
     environment = {
         "PYTHONPATH": str(plugin),
         "FAULTS_MODULE": str(ROOT / "tests" / "standin" / "vllm" / "standin.py"),
         "STANDIN_FAULT": f"@{folder / 'fault'}",
         "NVSNAP_DRAIN_S": "3",
-        "NVSNAP_PREPARE_TIMEOUT_S": "3",
+        "NVSNAP_PREPARE_TIMEOUT_S": str(seconds),
         "NVSNAP_RESTORE_TIMEOUT_S": "8",
     }
     return Server(engine, folder, ("--tensor-parallel-size", "2", "--enforce-eager"), environment)
@@ -60,7 +61,7 @@ def _plant(server: Server, fault: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = _server(engine, tmp_path_factory.mktemp("undone"), plugin)
+    started = _server(engine, tmp_path_factory.mktemp("undone"), plugin, 20)
     try:
         started.start()
         yield started
@@ -111,7 +112,7 @@ def test_undone(server: Server, fault: str, words: str) -> None:
 )
 def test_ended(engine: Engine, plugin: Path, tmp_path: Path, fault: str, role: str, rank: int | None) -> None:
     """Status, process, step and reason are told; no answer that waits is wrong; nothing is left."""
-    server = _server(engine, tmp_path, plugin)
+    server = _server(engine, tmp_path, plugin, 4)
     try:
         server.start()
         answer, pid = server.ask(), server.pid(role, rank)
