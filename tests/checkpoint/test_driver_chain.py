@@ -315,9 +315,11 @@ def test_a_tree_that_cannot_be_supervised_is_ended(lab: Lab) -> None:
     launcher = lab.launch()
     assert lab.create().returncode == 0
     assert launcher.wait(20) == 0
-    (lab.control / "supervisor.json").unlink()
-    (lab.control / "supervisor.json").mkdir()
-    failed = lab.run("snapshot", "restore", str(lab.image), "--pid-namespace", "current")
+    late = lab.folder / "criu-that-is-in-the-way"
+    late.write_text(f'#!/bin/sh\n[ $1 = restore ] && mkdir {lab.control}/supervisor.json\nexec {lab.criu} "$@"\n')
+    late.chmod(0o755)
+    options = ("--pid-namespace", "current", "--criu", str(late))
+    failed = lab.run("snapshot", "restore", str(lab.image), *options)
     assert failed.returncode == 74
     assert "Is a directory" in failed.stderr
     assert lab.stand_ins() == []
