@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nvsnap_launch import PREFIX
 from nvsnap_launch.errors import UserError
-from nvsnap_launch.hooktree import protocol
+from nvsnap_launch.hooktree import procfs, protocol
 
 STDOUT, STDERR = 1, 2
 
@@ -214,6 +214,8 @@ def of_process(pid: int, outputs: tuple[Output, Output], folder: Path, offsets: 
     streams = Streams(None, None, [], list(outputs), {})
     for name, number in (("stdout", STDOUT), ("stderr", STDERR)):
         path = _regular_file(pid, number)
+        if path is None and not procfs.alive(pid) and (folder / f"{name}.log").is_file():
+            path = folder / f"{name}.log"  # it had time for its last words only
         if path is None:
             continue
         if str(path) not in streams.paths.values():

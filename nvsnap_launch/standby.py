@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nvsnap_hooks import metadata as metadata_file
 
-from nvsnap_launch import signals
+from nvsnap_launch import processes, signals
 from nvsnap_launch.controldir import STDERR_LOG, STDOUT_LOG, ControlDirectory
 from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import procfs, protocol
@@ -99,14 +99,13 @@ class Standby:
         self._control.write_status(protocol.RESTORING)
         say(f"standing by in {self._control.path}: no engine is started; waiting for CRIU to bring one")
         while True:
-            leader = self._arrived()
+            leader = self._arrived_or_reap()
             if leader:
                 return self._adopt(leader)
             self._note_logs()
             info = signals.next_signal(POLL_SECONDS)
             if info is not None and self._on_signal(info.si_signo):
                 return self._end(info.si_signo)
-            self._tree.reap()
             keep_numbers_free()  # they start over when the highest was given out
 
     def _check_metadata(self) -> None:
@@ -118,7 +117,9 @@ class Standby:
             raise StandbyError(str(error), protocol.EXIT_RESTORE_FAILED) from None
 
     def _note_logs(self) -> None:
-        """What is in them before the tree runs was told by another launcher."""
+        """What is in them before the tree runs was told by another launcher. Once CRIU has made the leader it may run."""
+        if procfs.stat(self._leader()) is not None:
+            return
         for path in self._logs:
             with contextlib.suppress(OSError):
                 self._logs[path] = path.stat().st_size
@@ -131,11 +132,25 @@ class Standby:
             say("a signal asked to prepare; ignored, since there is no engine yet")
         return number in _STOPS
 
+    def _arrived_or_reap(self) -> int:
+        """The leader's PID, or 0. A tree that came and has ended since is left to the supervisor, to which its status belongs."""
+        ended = [pid for pid in procfs.children(1) if not procfs.alive(pid)]
+        leader = self._arrived()
+        if not leader:
+            for pid in ended:
+                os.waitpid(pid, os.WNOHANG)
+        return leader
+
     def _arrived(self) -> int:
         """PID of the leader once the tree is ours; 0 as long as CRIU works on it, whose child it is until then."""
-        pid = int((self._control.leader() or {}).get("pid") or 0)
-        root = self._root_above(pid) if pid > 1 and procfs.alive(pid) else 0
-        return pid if root and procfs.session(root) == root else 0
+        pid = self._leader()
+        root = self._root_above(pid)
+        came = root > 1 and procfs.session(root) == root
+        return pid if came or (pid > 1 and self._control.verdict()) else 0
+
+    def _leader(self) -> int:
+        """The leader's number, as the tree had it and will have it again; 0 when nobody has told."""
+        return processes.number(self._control.leader(), "pid")
 
     @staticmethod
     def _root_above(pid: int) -> int:
@@ -147,7 +162,7 @@ class Standby:
 
     def _adopt(self, leader: int) -> int:
         entry = self._control.renew_leader() or {}
-        root = self._root_above(leader)
+        root = self._root_above(leader) or leader
         say(f"an engine was restored: process {root}, its leader is {leader}; it goes on when it is told")
         offsets = {str(path): size for path, size in self._logs.items()}
         for number in self._asked:

@@ -102,6 +102,7 @@ def test_a_restore_that_fails_ends_it_once(box: Box, image: Path, criu: str) -> 
     status = box.status()
     assert (status["state"], probe(box, "alive"), probe(box, "ready")) == ("failed", 1, 1)
     assert "incarnation must be a non-empty string" in status["last"]["error"]
+    assert "nvsnap: restore failed" in box.words(), "the engine's last words come out, too"
 
 
 def test_metadata_that_can_not_be_used_is_refused_at_once(box: Box) -> None:
