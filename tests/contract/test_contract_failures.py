@@ -177,6 +177,8 @@ def test_a_version_that_is_not_in_the_table(start: Start, tmp_path: Path, versio
     assert (found["state"], found["last"]["ok"]) == ("serving", False)
     assert found["last"]["error"].startswith(f"vLLM {version or 'of unknown version'} is not verified")
     assert found["engine"]["verified"] is False
+    assert len(_guards(engine)) == 1, "no child of the server's takes itself for the server"
+    assert [process["role"] for process in found["processes"]] == ["leader"]
     assert all(not list(engine.read(f"processes/{p['pid']}.json")["patches"]) for p in found["processes"])
     engine.answers(ranks=1)
     assert engine.stop() == 0
