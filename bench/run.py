@@ -28,7 +28,6 @@ from demo.report import DemoError, wait_until
 from demo.session import ROOT, Options, Session, begin, cleaning, engine_arguments, parsed
 
 SIZES = {1: 4, 16: 3}  # clients at once -> requests of each in a block
-TOKENS = 64  # of an answer
 WARM_UP_BLOCKS = 2
 CYCLES, CYCLE_CLIENTS = 3, 4
 FIGURES = (
@@ -42,6 +41,7 @@ class Bench:
     session: Session
     pairs: int
     blocks: int
+    tokens: int  # of an answer
     seed: int
     file: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -87,8 +87,8 @@ class Bench:
             run = {"pair": pair, "position": position, "kind": kind, "startup_s": taken}
             run |= {"blocks": blocks, "pss": memory, "pss_launcher": launcher}
             if kind == LAUNCHED:
-                expected = load.answers(server.port, TOKENS, load.PROMPTS, (1,))
-                run["cycles"] = [cycle(server, expected) for _ in range(CYCLES)]
+                expected = load.answers(server.port, self.tokens, load.PROMPTS, (1,))
+                run["cycles"] = [cycle(server, self.tokens, expected) for _ in range(CYCLES)]
         line = self.note("run", **run)
         shown = ", ".join(f"{results.throughput(n)(line):.0f} tokens/s at {n}" for n in SIZES)
         self.session.report.say(f"  {shown}, first answer after {taken:.2f} s")
@@ -96,7 +96,7 @@ class Bench:
     def measure(self, server: Server, blocks: int) -> list[dict[str, Any]]:
         """Short blocks of each size in turn, so that a slow moment of the machine meets all of them."""
         return [
-            {"clients": clients, **asdict(load.block(server.port, clients, requests, TOKENS))}
+            {"clients": clients, **asdict(load.block(server.port, clients, requests, self.tokens))}
             for _ in range(blocks)
             for clients, requests in SIZES.items()
         ]
@@ -110,10 +110,10 @@ def served(server: Server) -> Iterator[tuple[Server, float]]:
     server.stop()
 
 
-def cycle(server: Server, expected: load.Answers) -> dict[str, float]:
+def cycle(server: Server, tokens: int, expected: load.Answers) -> dict[str, float]:
     """Prepare under load, restore in place while a client waits. Seconds."""
     report = server.session.report
-    running = load.Load(server.port, CYCLE_CLIENTS, TOKENS, expected)
+    running = load.Load(server.port, CYCLE_CLIENTS, tokens, expected)
     running.start()
     wait_until(
         report, "all clients to stream", lambda: running.streaming == CYCLE_CLIENTS, 60, server.ended(), every=0.001
@@ -121,7 +121,7 @@ def cycle(server: Server, expected: load.Answers) -> dict[str, float]:
     running.ask_no_more()
     prepare, prepared = server.prepare()
     running.stop()
-    waiting = load.Load(server.port, 1, TOKENS, expected)
+    waiting = load.Load(server.port, 1, tokens, expected)
     waiting.start()
     wait_until(report, "a client to wait", lambda: waiting.sent == 1, 10, every=0.001)
     waiting.ask_no_more()
@@ -166,6 +166,7 @@ def described(bench: Bench) -> dict[str, Any]:
         "compiled": options.compiled,
         "pairs": bench.pairs,
         "blocks": bench.blocks,
+        "tokens": bench.tokens,
         "seed": bench.seed,
         "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
@@ -181,7 +182,7 @@ def title(lines: Sequence[dict[str, Any]]) -> str:
     mode = "compiled" if head["compiled"] else "eager"
     return (
         f"{head['engine']}, a tiny random Llama, TP={head['tp']}, {mode}; {len(results.pairs_of(lines))} pairs, "
-        f"{head['blocks']} blocks of each size in a run, seed {head['seed']}\n"
+        f"{head['blocks']} blocks of each size in a run, answers of {head['tokens']} tokens, seed {head['seed']}\n"
         f"{head['cores']} cores of {head['cpu']}, Linux {head['kernel']}, commit {head['commit']}; "
         f"the client runs on the same cores and takes {statistics.median(shares):.0%} of one at {max(SIZES)} requests"
     )
@@ -195,14 +196,15 @@ def parse(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace]:
     engine_arguments(parser, tp=1)
     parser.add_argument("--pairs", type=int, default=5, help="bare and launched, so many times (0: only the trace)")
     parser.add_argument("--blocks", type=int, default=8, help="blocks of each size in a run")
+    parser.add_argument("--tokens", type=int, default=64, help="length of each answer, at most 200")
     parser.add_argument("--seed", type=int, default=None, help="for the order; drawn and shown if not given")
     parser.add_argument("--no-trace", action="store_true", help="do not count the calls of our own code")
     parser.add_argument(
         "--json", type=Path, help="file for the raw lines, in place of run/bench/raw.jsonl under --work"
     )
     found = parsed(parser, arguments)
-    if found.pairs < 0 or found.blocks < 1:
-        print("python -m bench.run: --pairs must not be negative, and --blocks at least 1", file=sys.stderr)
+    if found.pairs < 0 or found.blocks < 1 or not 1 <= found.tokens <= 200:
+        print("python -m bench.run: --pairs from 0, --blocks from 1, --tokens from 1 to 200", file=sys.stderr)
         raise SystemExit(64)
     return Options(found.work.resolve(), found.port, found.tp, found.compiled, False, seqs=max(SIZES)), found
 
@@ -214,7 +216,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     seed = random.SystemRandom().randrange(1000) if found.seed is None else found.seed
     bench = Bench(
-        session, found.pairs, found.blocks, seed, file=(found.json or session.folder / "raw.jsonl").absolute()
+        session,
+        found.pairs,
+        found.blocks,
+        found.tokens,
+        seed,
+        file=(found.json or session.folder / "raw.jsonl").absolute(),
     )
     bench.file.unlink(missing_ok=True)
     error = measure_all(bench, not found.no_trace)

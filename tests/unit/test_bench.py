@@ -96,7 +96,7 @@ def test_half_a_pair_is_not_compared() -> None:
 @pytest.mark.parametrize("pairs", [1, 4, 5])
 def test_orders_are_balanced_and_drawn(tmp_path: Path, pairs: int) -> None:
     def orders(seed: int) -> list[tuple[str, str]]:
-        return list(Bench(Session(options(tmp_path), Report()), pairs, 1, seed, tmp_path / "raw").orders())
+        return list(Bench(Session(options(tmp_path), Report()), pairs, 1, 64, seed, tmp_path / "raw").orders())
 
     assert len(orders(1)) == pairs
     assert abs(sum(1 if first == "bare" else -1 for first, _ in orders(1))) == pairs % 2
@@ -105,7 +105,7 @@ def test_orders_are_balanced_and_drawn(tmp_path: Path, pairs: int) -> None:
 
 
 def test_raw_lines_are_on_disk_at_once(tmp_path: Path) -> None:
-    bench = Bench(Session(options(tmp_path), Report()), 1, 1, 1, tmp_path / "raw")
+    bench = Bench(Session(options(tmp_path), Report()), 1, 1, 64, 1, tmp_path / "raw")
     bench.note("run", kind="bare")
     bench.note("error", error="it fell over")
     found = [json.loads(text) for text in (tmp_path / "raw").read_text().splitlines()]
@@ -115,7 +115,15 @@ def test_raw_lines_are_on_disk_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", [run, soak], ids=["bench", "soak"])
 @pytest.mark.parametrize(
     "arguments",
-    [["--pairs", "-1"], ["--blocks", "0"], ["--cycles", "0"], ["--clients", "0"], ["--port", "0"], ["--tp", "3"]],
+    [
+        ["--pairs", "-1"],
+        ["--blocks", "0"],
+        ["--tokens", "201"],
+        ["--cycles", "0"],
+        ["--clients", "0"],
+        ["--port", "0"],
+        ["--tp", "3"],
+    ],
 )
 def test_bad_options(program: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
