@@ -47,6 +47,9 @@ class Server:
         started = time.monotonic()
         self.process = self.session.spawn(self.kind, command, **self.variables)
         taken = self._first_answer(started) - started
+        if self.kind == LAUNCHED:  # the control thread says so a moment later
+            said = lambda: self.session.status().get("state") == "serving"  # noqa: E731
+            wait_until(self.session.report, "'serving'", said, ACT_TIMEOUT_S, self.ended())
         self.session.track()
         return taken
 
