@@ -1,16 +1,17 @@
 # make demo: the whole chain on a real engine. make test: all tests. Both make what they need under .work/ first.
 WORK := $(or $(NVSNAP_WORK),$(CURDIR)/.work)
 PYTHON := $(WORK)/venv/bin/python
-SOURCES := nvsnap_launch hooks bench demo images tests
+SOURCES := nvsnap_launch hooks bench demo images matrix tests
 # pytest ends with 5 when it found no test: that is a failure too, but one that should be named.
 NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the selection right?' >&2; exit $$code; }
 
-.PHONY: help setup venv image bench demo soak test test-fast check
+.PHONY: help setup venv image bench demo soak matrix test test-fast check
 help:
 	@echo 'make demo       dump and restore a real vLLM under load, with a table at the end (DEMO="--tp 1" for options)'
+	@echo 'make matrix     how far each version of vLLM gets, into the README (MATRIX="0.27.1 0.32.0" for some)'
 	@echo 'make bench      bare vLLM against vLLM under the launcher: speed, start-up, memory (BENCH="--pairs 5 --tp 1")'
 	@echo 'make soak       prepare and restore in place 50 times under load (SOAK="--cycles 50 --compiled")'
-	@echo 'make test       all tests, with the real engine and CRIU'
+	@echo 'make test       all tests, with the real engines and CRIU'
 	@echo 'make test-fast  unit and contract tests'
 	@echo 'make check      ruff and mypy'
 	@echo 'make setup      only make what these need, under $(WORK)'
@@ -28,6 +29,9 @@ image: setup
 demo: setup
 	@$(PYTHON) -m demo.run --work '$(WORK)' $(DEMO)
 
+matrix: setup
+	@$(PYTHON) -m matrix.run --work '$(WORK)' $(MATRIX)
+
 bench: setup
 	@$(PYTHON) -m bench.run --work '$(WORK)' $(BENCH)
 
@@ -36,6 +40,7 @@ soak: setup
 
 # First what needs no engine, on two cores; then what has the machine for itself.
 test: test-fast setup
+	@tools/setup oldest
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 -m faults $(PYTEST) || $(NO_TEST)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --no-print-directory image
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -m 'engine or criu or gpu or image' $(PYTEST) || $(NO_TEST)
@@ -47,4 +52,4 @@ check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)
 	@$(PYTHON) -m ruff format --check $(SOURCES)
 	@$(PYTHON) -m mypy
-	@$(PYTHON) -m mypy -p bench -p demo
+	@$(PYTHON) -m mypy -p bench -p demo -p matrix

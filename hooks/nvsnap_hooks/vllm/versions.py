@@ -143,8 +143,8 @@ _V0_26: dict[str, Target] = {
 # Oldest first. A version that differs says in what: Entry("criu", {**_V0_26, "core_input": Target(…)}).
 TABLE: dict[str, Entry] = {
     "0.26.0": Entry("resolves", _V0_26),
-    "0.27.1": Entry("resolves", _V0_26),
-    "0.28.0": Entry("resolves", _V0_26),
+    "0.27.1": Entry("criu", _V0_26),
+    "0.28.0": Entry("criu", _V0_26),
     "0.29.0": Entry("resolves", _V0_26),
     "0.30.0": Entry("resolves", _V0_26),
     "0.31.0": Entry("resolves", _V0_26),
