@@ -259,6 +259,7 @@ def main(control: str, leader: int) -> None:
     frozen = counted if isinstance(counted, int) else 0  # goes on where a guard before this one stopped
     last = time.time()
     launcher, ticks = Launcher(control), 0
+    launcher.died()  # who it is, while it lives
     while os.getppid() == leader:
         time.sleep(TICK)
         ticks += 1

@@ -72,7 +72,7 @@ class Machine:
         touched = False
         try:
             self._watch(protocol.PREPARE, protocol.EXIT_PREPARE_FAILED)
-            self._step("preconditions", self._check_before)
+            self._check_before()
             touched = True
             self._prepare()
             self._end(protocol.PREPARE, protocol.PREPARED, requests, started, strict=True)
@@ -85,6 +85,7 @@ class Machine:
 
     def _check_before(self) -> None:
         """All that can be known without touching anything."""
+        self.status.under_way(self._action, "preconditions")
         if self.engine.refusal:
             raise Refused(self.engine.refusal)
         try:

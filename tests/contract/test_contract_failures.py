@@ -83,7 +83,7 @@ def test_a_guard_that_was_killed_is_started_again(shared: Engine, state: str) ->
         assert len(_guards(shared)) == 1
     shared.restore()
     assert len(_guards(shared)) == 1
-    assert shared.read("leader.json")["guard_pid"] == _guards(shared)[0]
+    until(lambda: shared.read("leader.json")["guard_pid"] == _guards(shared)[0])
 
 
 def _guards(engine: Engine) -> list[int]:

@@ -60,6 +60,7 @@ PLACES = {
     ],
     "leader": [
         ("machine", "Machine._watch", "watch"),
+        ("machine", "Machine._check_before", "preconditions"),
         ("machine", "Machine._step", "{1}"),
         ("machine", "Machine._on_ranks", "ranks.{1}"),
         ("status", "Status.update", "publish.{1}"),
