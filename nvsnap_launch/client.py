@@ -51,13 +51,15 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
         raise RequestFailed(control.unreadable() or f"no engine is running under {control.path}")
     identity = uuid.uuid4().hex
     path = control.path / action
+    history = _History(control)
     _place(path, identity, watch)
     try:
         while True:
             status = control.status() or {}
             last = status.get("last") or {}
-            if identity in (last.get("requests") or ()):
-                return _judge(last, action)
+            answer = last if identity in (last.get("requests") or ()) else history.answer(identity)
+            if answer:
+                return _judge(answer, action)
             _stop_if_over(status)
             if not told and (own := _own_deadline(status, action)):
                 told = True
@@ -66,6 +68,37 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
     except BaseException:
         _withdraw(path, identity)
         raise
+
+
+class _History:
+    """events.jsonl from now on: ``last`` may tell of the next request already when we look."""
+
+    def __init__(self, control: ControlDirectory) -> None:
+        self._path = control.path / protocol.EVENTS_FILE
+        try:
+            self._seen = self._path.lstat().st_size
+        except OSError:
+            self._seen = 0
+
+    def answer(self, identity: str) -> dict[str, Any]:
+        """The outcome of a request; empty while there is none."""
+        for line in self._new().splitlines():
+            if identity.encode() in line:
+                with contextlib.suppress(ValueError):  # half a line, when the disk was full
+                    event = json.loads(line)
+                    if identity in (event.get("requests") or ()):
+                        return dict(event)
+        return {}
+
+    def _new(self) -> bytes:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return b""
+        with os.fdopen(descriptor, "rb") as file, contextlib.suppress(OSError):
+            file.seek(self._seen)
+            return file.read()
+        return b""
 
 
 def _own_deadline(status: dict[str, Any], action: str) -> float:

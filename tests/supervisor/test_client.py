@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -35,6 +36,8 @@ ANSWERS = LEADER.replace(
             last = {"action": action, "ok": ok, "error": None if ok else "a socket was left", "requests": [identity],
                     "seconds": 0.5, "steps": []}
             state = "prepared" if ok and action == "prepare" else "serving"
+            with open(os.path.join(folder, "events.jsonl"), "a") as file:
+                print(json.dumps({"event": action, **last}), file=file)
             write("status.json", {"schema": 1, "state": state, "generation": handled, "leader": me, "last": last})
 """,
 )
@@ -54,6 +57,21 @@ def test_answered(launcher: Launcher, python: str) -> None:
     assert client.wait_for(control, "prepared", 0)["generation"] == 1
     assert client.request(control, "restore", 30)["ok"] is True
     assert not list(launcher.control.glob("*.tmp"))
+
+
+def test_answered_though_the_next_answer_is_there_already(
+    launcher: Launcher, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ask at once; the first looks again when ``last`` is the second's. The history has both."""
+    control = start(launcher, python)
+    monkeypatch.setattr(client, "_POLL_S", 1.0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.request, control, "prepare", 30)
+        mine = wait_until(lambda: (launcher.status().get("last") or {}).get("requests"))
+        (launcher.control / "other").write_text('{"id": "other"}')
+        (launcher.control / "other").rename(launcher.control / "prepare")
+        wait_until(lambda: launcher.status()["last"]["requests"] == ["other"])
+        assert first.result(30)["requests"] == mine
 
 
 def test_refused_with_its_reason(launcher: Launcher, python: str) -> None:
