@@ -31,7 +31,7 @@ _STALE = (
 _STALE_PATTERNS = (
     "*.tmp",
     f"{protocol.STACKS_DIR}/*.txt",
-    f"{protocol.RENDEZVOUS_DIR}/*",
+    f"{protocol.RENDEZVOUS_DIR}/{protocol.RENDEZVOUS_PREFIX}*",
 )
 # What a tree that was dumped goes on with when it is restored.
 _OF_THE_TREE = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE, f"{protocol.PROCESSES_DIR}/*.json*")
@@ -212,11 +212,16 @@ class ControlDirectory:
     def clean(self, keep_tree: bool = False) -> None:
         """Remove what an earlier run left; never the agent's metadata, the logs or the history.
 
-        ``keep_tree``: nor what a dumped tree needs that somebody will restore here.
+        ``keep_tree``: nor what a dumped tree needs that somebody will restore here. Raises ControlDirectoryError, before it
+        removes anything, for a folder with content under a name of ours.
         """
-        for pattern in (*_STALE, *_STALE_PATTERNS, *(() if keep_tree else _OF_THE_TREE)):
-            for path in self.path.glob(pattern):
-                _remove(path)
+        patterns = (*_STALE, *_STALE_PATTERNS, *(() if keep_tree else _OF_THE_TREE))
+        found = [path for pattern in patterns for path in self.path.glob(pattern)]
+        for path in found:
+            if _is_folder(path) and not _is_rendezvous(path) and any(path.iterdir()):
+                raise ControlDirectoryError(f"{path} is a folder: remove it, or name another control directory")
+        for path in found:
+            _remove(path)
 
     def status(self) -> dict[str, Any] | None:
         return protocol.read_json(self.path / protocol.STATUS_FILE)
@@ -289,9 +294,20 @@ class ControlDirectory:
         protocol.write_json(self.path / protocol.STATUS_FILE, protocol.new_status(state, **fields))
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_rendezvous(path: Path) -> bool:
+    """The hooks make these folders, and fill them."""
+    return path.parent.name == protocol.RENDEZVOUS_DIR
+
+
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
+        if not _is_folder(path):
+            path.unlink()
+        elif _is_rendezvous(path):
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.rmdir()

@@ -51,6 +51,7 @@ METADATA_FILE = "restore.json"
 PROCESSES_DIR = "processes"
 STACKS_DIR = "stacks"
 RENDEZVOUS_DIR = "rendezvous"
+RENDEZVOUS_PREFIX = "nvsnap-"  # of the folders in it
 
 CONFIG_VARIABLE = "NVSNAP_HOOKS_CONFIG"
 

@@ -33,7 +33,7 @@ def new_folder(control_dir: str) -> str:
 def _try(parent: str) -> str:
     if os.path.basename(parent) == protocol.RENDEZVOUS_DIR:
         os.makedirs(parent, 0o700, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix="nvsnap-", dir=parent)
+    folder = tempfile.mkdtemp(prefix=protocol.RENDEZVOUS_PREFIX, dir=parent)
     try:
         with open(os.path.join(folder, "room"), "wb") as file:
             file.write(b"\1" * PROBE_BYTES)

@@ -95,7 +95,15 @@ def test_status_is_none_until_there_is_one_that_parses(tmp_path: Path) -> None:
 def test_clean_keeps_what_is_not_ours(tmp_path: Path) -> None:
     control = ControlDirectory(tmp_path)
     control.create()
-    kept = ["restore.json", "stdout.log", "stderr.log", "events.jsonl", "supervisor.lock"]
+    kept = [
+        "restore.json",
+        "stdout.log",
+        "stderr.log",
+        "events.jsonl",
+        "supervisor.lock",
+        "notes.txt",
+        "rendezvous/mine/a",
+    ]
     gone = [
         "status.json",
         "leader.json",
@@ -104,15 +112,32 @@ def test_clean_keeps_what_is_not_ours(tmp_path: Path) -> None:
         "verdict.json",
         "x.12.tmp",
         "stacks/1.txt",
-        "rendezvous/a",
+        "rendezvous/nvsnap-x/store",
     ]
     gone.append("processes/1.json")
-    (tmp_path / "rendezvous").mkdir()
     for name in [*kept, *gone]:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     control.clean()
     assert [name for name in kept if not (tmp_path / name).exists()] == []
     assert [name for name in gone if (tmp_path / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["restore", "prepare", "status.json", "leader.json", "x.tmp", "stacks/x.txt"])
+def test_clean_removes_no_folder_with_something_in_it(tmp_path: Path, name: str) -> None:
+    """Somebody may name the folder of a project."""
+    control = ControlDirectory(tmp_path)
+    control.create()
+    (tmp_path / "verdict.json").touch()
+    precious = tmp_path / name / "precious"
+    precious.mkdir(parents=True)
+    with pytest.raises(ControlDirectoryError, match=f"{name} is a folder: remove it, or name another") as caught:
+        control.clean()
+    assert caught.value.exit_code == 64
+    assert precious.exists() and (tmp_path / "verdict.json").exists()
+    precious.rmdir()
+    control.clean()
+    assert not (tmp_path / name).exists()
 
 
 def test_the_leader_is_who_status_names(tmp_path: Path) -> None:
