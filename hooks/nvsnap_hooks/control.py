@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 
-from . import guard, protocol
+from . import guard, procfs, protocol
 from .machine import Fatal, Machine, end_tree, leave_verdict
 from .protocol import say
 
@@ -58,12 +58,21 @@ class Control:
         self._blocked: set[str] = set()  # requests that can't be removed: said once
 
     def start(self) -> None:
+        self._end_if_abandoned()
         self.machine.publish_starting()
         self.ensure_guard()
         self._announce()
         if self._signals:
             threading.Thread(target=self._listen, name="nvsnap-signals", daemon=True).start()
         threading.Thread(target=self._run, name="nvsnap-control", daemon=True).start()
+
+    def _end_if_abandoned(self) -> None:
+        """The guard sees the launcher die from now on. One that was killed while the engine was imported left it to nobody."""
+        told = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
+        ours = told.get("cookie") == self.config["cookie"] and told.get("pid_namespace") == protocol.pid_namespace()
+        if ours and isinstance(pid := told.get("pid"), int) and not procfs.alive(pid):
+            guard.abandon(self.config["control_dir"], pid)
+            os._exit(guard.KILLED)
 
     def _announce(self) -> None:
         leader = {
@@ -107,8 +116,11 @@ class Control:
 
     def _end(self, fatal: Fatal) -> None:
         control_dir = self.config["control_dir"]
-        told = Fatal(fatal.exit_code, "; ".join(filter(None, [str(fatal), guard.circumstances(control_dir)])))
-        leave_verdict(control_dir, told)
+        leave_verdict(control_dir, fatal)  # first of all: the engine may end by itself at any moment now
+        told = fatal
+        with contextlib.suppress(Exception):
+            told = Fatal(fatal.exit_code, "; ".join(filter(None, [str(fatal), guard.diagnosis(control_dir)])))
+            leave_verdict(control_dir, told)
         say(str(told))
         self.machine.publish_failed(told)
         end_tree(control_dir, told)

@@ -16,9 +16,9 @@ import sys
 import time
 
 TICK = 0.1
-LOOK = 10  # ticks between two looks at the launcher
+LAUNCHER_TICKS = 10  # between two looks at the launcher
 GAP = 1.5  # seconds without a tick that count as a freeze
-WHILE: dict[object, str] = {"prepare": "preparing", "restore": "restoring"}  # action -> state
+STATE_DURING: dict[object, str] = {"prepare": "preparing", "restore": "restoring"}
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 FAILURE = "failed: "  # begins a file for stacks whose process has failed by itself
 STACKS_KEPT = 20000  # characters, in the verdict
@@ -143,7 +143,7 @@ def engaged(control: str) -> dict[int, str]:
     return {int(name[:-4]): os.path.join(folder, name) for name in sorted(names) if int(name[:-4]) in members}
 
 
-def circumstances(control: str) -> str:
+def diagnosis(control: str) -> str:
     """Which step it is, who died in it, who failed, and who has not done its part; empty when there is nothing to tell."""
     step = read(os.path.join(control, "status.json")).get("under_way")
     found = [f"step {step.get('step')!r}"] if isinstance(step, dict) else []
@@ -195,21 +195,29 @@ def say(words: str) -> None:
         pass
 
 
-def counts(control: str, deadline: dict[str, object]) -> bool:
-    """A deadline counts only while its action is under way: "prepared" is published as it is, and may last for ever."""
-    return read(os.path.join(control, "status.json")).get("state") == WHILE.get(deadline.get("action"))
+def is_under_way(control: str, deadline: dict[str, object]) -> bool:
+    """Is the deadline's action: "prepared" may last for ever. On a full disk the status may be an earlier one's."""
+    status = read(os.path.join(control, "status.json"))
+    if generation(status) != generation(deadline):
+        return generation(status) < generation(deadline)
+    return status.get("state") == STATE_DURING.get(deadline.get("action"))
+
+
+def generation(value: dict[str, object]) -> int:
+    found = value.get("generation")
+    return found if isinstance(found, int) else 0
 
 
 def expire(control: str, deadline: dict[str, object]) -> None:
-    missed = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
-    reason = "; ".join(filter(None, [missed, circumstances(control)]))
+    path = os.path.join(control, "verdict.json")
+    reason = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
     verdict = {"exit_code": deadline.get("exit_code", 74), "reason": reason, "stacks": ""}
-    write(
-        os.path.join(control, "verdict.json"), verdict
-    )  # first of all: the engine may end by itself at any moment now
+    write(path, verdict)  # first of all: the engine may end by itself at any moment now
+    verdict["reason"] = reason = "; ".join(filter(None, [reason, diagnosis(control)]))
+    write(path, verdict)
     found = stacks(control)
     say("\n".join(filter(None, [f"{reason}: ending the engine", found])))
-    write(os.path.join(control, "verdict.json"), {**verdict, "stacks": found[-STACKS_KEPT:]})
+    write(path, {**verdict, "stacks": found[-STACKS_KEPT:]})
     kill_session()
 
 
@@ -263,7 +271,7 @@ def main(control: str, leader: int) -> None:
     while os.getppid() == leader:
         time.sleep(TICK)
         ticks += 1
-        if ticks % LOOK == 0 and launcher.died():
+        if ticks % LAUNCHER_TICKS == 0 and launcher.died():
             abandon(control, launcher.pid)
             return
         now = time.time()
@@ -282,12 +290,9 @@ def main(control: str, leader: int) -> None:
             left = float(str(deadline.get("seconds") or 0))
         elif deadline.get("armed"):
             left -= TICK
-            if left > 0:
-                continue
-            if counts(control, deadline):
+            if left <= 0 and is_under_way(control, deadline):
                 expire(control, deadline)
                 return
-            deadline = {}
 
 
 if __name__ == "__main__":

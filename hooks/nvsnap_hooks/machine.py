@@ -349,7 +349,14 @@ class Machine:
         if not self._ensure_guard():
             raise Refused("the guard process is gone and could not be started again")
         seconds = self.status.value["deadlines"][action]
-        deadline = {"armed": True, "action": action, "seconds": seconds, "exit_code": exit_code}
+        generation = self.status.value["generation"]
+        deadline = {
+            "armed": True,
+            "action": action,
+            "generation": generation,
+            "seconds": seconds,
+            "exit_code": exit_code,
+        }
         try:
             protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), deadline)
         except OSError as error:

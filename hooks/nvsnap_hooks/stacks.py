@@ -27,13 +27,16 @@ def path(control_dir: str, pid: int) -> str:
 
 def ignore() -> None:
     """Called once, in the main thread: while nothing is armed the signal does nothing. One that comes a moment too late, when
-    the process has done its part, must not end it. (faulthandler puts back what was before it.)"""
-    signal.signal(SIGNAL, signal.SIG_IGN)
+    the process has done its part, must not end it. (faulthandler puts back what was before it.) A handler of the user's stays."""
+    if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+        signal.signal(SIGNAL, signal.SIG_IGN)
 
 
 def arm(control_dir: str) -> None:
     """Write this process's stacks to ``stacks/<pid>.txt`` whenever SIGNAL comes. Best effort: a full disk is no reason to stop."""
     pid = os.getpid()
+    if not control_dir:
+        return
     if pid in _armed:
         _armed[pid].truncate(0)
         return

@@ -283,6 +283,16 @@ def test_a_launcher_that_is_killed(fresh: Engine, state: str) -> None:
     assert fresh.command("wait", "ready", "--timeout", "0").returncode == 1
 
 
+def test_a_launcher_that_is_killed_while_the_engine_is_imported(start: Start) -> None:
+    """No guard is there yet: the engine ends itself when it gets as far as its control thread."""
+    engine = start(ranks=1, STANDIN_IMPORT_SECONDS="1.5")
+    until(lambda: (engine.control / "supervisor.json").exists() and engine.note_tree())
+    engine.signal(signal.SIGKILL)
+    until(lambda: not engine.running() and not engine.left())
+    assert engine.status()["state"] == "failed"
+    assert engine.status()["exit"]["code"] == 137
+
+
 def test_a_guard_that_is_killed_leaves_no_rank_hanging(fresh: Engine) -> None:
     """The engine's own time limits end it then."""
     fresh.prepare()

@@ -60,7 +60,8 @@ class Session:
     def deadline(self, seconds: float, armed: bool = True, **more: Any) -> None:
         value = {"armed": armed, "action": "restore", "seconds": seconds, "exit_code": 74, **more}
         state = {"prepare": protocol.PREPARING, "restore": protocol.RESTORING}[value["action"]]
-        protocol.write_json(self.control / protocol.STATUS_FILE, {"state": state})
+        status = {"state": state, "generation": more.get("generation", 0)}
+        protocol.write_json(self.control / protocol.STATUS_FILE, status)
         protocol.write_json(self.control / protocol.DEADLINE_FILE, value)
 
     def read(self, name: str) -> dict[str, Any]:
@@ -218,6 +219,22 @@ def test_a_disarmed_deadline_passes(sessions: list[Session], control: Path) -> N
     with pytest.raises(subprocess.TimeoutExpired):
         session.leader.wait(1.8)
     assert procfs.alive(session.guard)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_deadline_whose_time_is_up_is_not_forgotten(sessions: list[Session], control: Path, generation: int) -> None:
+    """On a full disk the small file may be there while the status is the one before: that of an earlier generation, or this one
+    as soon as there is room."""
+    session = begin(sessions, control)
+    session.deadline(0.2, generation=2)
+    prepared = {"state": protocol.PREPARED, "generation": generation}
+    protocol.write_json(control / protocol.STATUS_FILE, prepared)
+    if generation == 2:
+        with pytest.raises(subprocess.TimeoutExpired):
+            session.leader.wait(0.8)
+        protocol.write_json(control / protocol.STATUS_FILE, {**prepared, "state": protocol.RESTORING})
+    wait_until(session.ended, 10)
+    assert session.read(protocol.VERDICT_FILE)["exit_code"] == 74
 
 
 def test_each_deadline_has_its_own_time(sessions: list[Session], control: Path) -> None:

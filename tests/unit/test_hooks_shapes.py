@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from hooks_support import environment, run
-from nvsnap_hooks.vllm import shapes
+from nvsnap_hooks import stacks
+from nvsnap_hooks.vllm import leader, shapes
 
 
 def test_another_api_server_of_the_same_engine_does_not_lead(tmp_path: Path) -> None:
@@ -35,3 +37,29 @@ def test_one_more_than_the_most_is_refused(name: str) -> None:
     assert shapes.refusal("cpu", fits) is None
     assert shapes.refusal("cpu", {**fits, name: most + 1}) == reason
     assert "cuda" in str(shapes.refusal("cuda", {**fits, name: most + 1}))
+
+
+@pytest.mark.parametrize(
+    ("argv", "serves"),
+    [
+        (["vllm", "serve", "/data/multiprocessing-llama"], True),
+        (["vllm", "bench", "/data/multiprocessing-llama"], False),
+        (
+            ["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork"],
+            False,
+        ),
+    ],
+)
+def test_which_process_would_serve(monkeypatch: pytest.MonkeyPatch, argv: list[str], serves: bool) -> None:
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "M"] if "-c" in argv else argv)
+    assert leader.is_server() is serves
+
+
+def test_stacks_without_a_control_directory_are_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stacks.arm("")
+    stacks.disarm("")
+    assert not list(tmp_path.iterdir())

@@ -27,7 +27,7 @@ SLACK = 5.0  # seconds that a call may take on top of what the engine itself is 
 def is_server() -> bool:
     """Is this process one that would serve (and not a spawned child, a model inspection or `vllm bench`)?"""
     # A spawned child imports the server's main module before it knows its parent; its own command line tells.
-    if any("multiprocessing" in word for word in sys.orig_argv):
+    if any(word.startswith("from multiprocessing.") for word in sys.orig_argv):
         return False
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:

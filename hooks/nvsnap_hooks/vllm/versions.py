@@ -145,9 +145,9 @@ TABLE: dict[str, Entry] = {
     "0.26.0": Entry("resolves", _V0_26),
     "0.27.1": Entry("criu", _V0_26),
     "0.28.0": Entry("criu", _V0_26),
-    "0.29.0": Entry("resolves", _V0_26),
-    "0.30.0": Entry("resolves", _V0_26),
-    "0.31.0": Entry("resolves", _V0_26),
+    "0.29.0": Entry("criu", _V0_26),
+    "0.30.0": Entry("criu", _V0_26),
+    "0.31.0": Entry("criu", _V0_26),
     "0.32.0": Entry("criu", _V0_26),
 }
 
