@@ -52,15 +52,13 @@ def _calm(engine: Engine) -> Status:
     """Wait until nothing more comes of what was sent: longer than any look of launcher and leader."""
     seen: tuple[object, float] = (None, 0.0)
 
-    def quiet() -> bool:
+    def quiet(found: Status) -> bool:
         nonlocal seen
-        found = engine.status()
         now = (found["generation"], found["state"], found["last"])
         seen = seen if seen[0] == now else (now, time.monotonic())
         return found["state"] in ("serving", "prepared") and time.monotonic() - seen[1] > 0.8
 
-    until(quiet)
-    return engine.status()
+    return engine.when(quiet)
 
 
 def _is_sane(engine: Engine, before: int) -> None:
