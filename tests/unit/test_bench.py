@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import results, run, soak, stats
-from bench.run import Bench
+from bench.run import Bench, described
 from bench.soak import Sample, Soak
 from bench.stats import Estimate
 from demo.report import Report
@@ -102,6 +102,12 @@ def test_orders_are_balanced_and_drawn(tmp_path: Path, pairs: int) -> None:
     assert abs(sum(1 if first == "bare" else -1 for first, _ in orders(1))) == pairs % 2
     assert all(set(order) == {"bare", "launched"} for order in orders(1))
     assert len({tuple(orders(seed)) for seed in range(20)}) > 1
+
+
+def test_a_machine_without_git_is_described_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = described(Bench(Session(options(tmp_path), Report()), 1, 1, 64, 1, tmp_path / "raw"))
+    assert (found["engine"], found["commit"]) == ("vLLM unknown (CPU build)", "unknown")
 
 
 def test_raw_lines_are_on_disk_at_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,6 +113,20 @@ def test_setup_makes_no_model_without_an_engine(tmp_path: Path) -> None:
     result = call(SETUP, "model", NVSNAP_WORK=str(tmp_path))
     assert result.returncode == 64
     assert "tools/setup engine" in result.stderr
+
+
+@pytest.mark.parametrize(("user", "there", "installs"), [(0, False, True), (0, True, False), (1000, False, False)])
+def test_setup_installs_the_tools_of_the_tests(tmp_path: Path, user: int, there: bool, installs: bool) -> None:
+    stubs = {"id": f"echo {user}", "apt-get": f'echo "$@" >>{tmp_path}/asked'} | ({"ip": ":"} if there else {})
+    for name, does in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname", "mkdir"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    result = call(SETUP, "tools", NVSNAP_WORK=str(tmp_path), PATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "asked").exists() == installs
+    assert not installs or "iproute2" in (tmp_path / "asked").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["-x"], ["a", "b"]])
