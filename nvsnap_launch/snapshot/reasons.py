@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import stat
@@ -20,7 +21,7 @@ from nvsnap_launch.snapshot.manifest import Manifest
 
 EXIT_FAILED = protocol.EXIT_RESTORE_FAILED
 EXIT_REFUSED = protocol.EXIT_USAGE
-NOBODY = 65534  # whom a file server shows for root, where it does not trust root (exports(5), root_squash)
+NOBODY = 65534  # whom an NFS server shows for root, where it does not trust root (exports(5), root_squash)
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -36,22 +37,46 @@ class Reason:
 def reasons(directory: Path, manifest: Manifest, whole: bool = False) -> list[Reason]:
     """What stands in the way of a restore on this machine. ``whole``: compare the large files in full, not by samples."""
     found = [] if os.geteuid() == 0 else [Reason("restoring a snapshot needs root (CRIU does)", EXIT_REFUSED)]
-    found += [Reason(text, EXIT_REFUSED) for text in not_ours(directory)]
+    found += [Reason(text, EXIT_REFUSED) for text in not_ours(directory, manifest)]
     damaged, missing = f"{directory} is damaged:", "the tree would not find its files again:"
     found += [Reason(text, EXIT_FAILED, damaged) for text in manifests.problems(directory, manifest, whole)]
     found += [Reason(text, EXIT_REFUSED, "made elsewhere:") for text in surroundings.differences(manifest)]
     return found + [Reason(text, EXIT_FAILED, missing) for text in missing_files(manifest)]
 
 
-def not_ours(directory: Path) -> Iterator[str]:
-    """What somebody else could change: root would run whatever that user put into it."""
-    for path in (directory, directory / manifests.IMAGES_DIR, directory / manifests.MANIFEST_FILE):
-        with contextlib.suppress(OSError):
-            info = path.stat()
-            if info.st_uid not in (0, os.geteuid(), NOBODY):
-                yield f"{path} belongs to user {info.st_uid}: give it to root if you trust it (chown -R 0 {directory})"
-            elif info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
-                yield f"{path} can be written by everybody: take that right away if you trust it (chmod -R o-w {directory})"
+def not_ours(directory: Path, manifest: Manifest) -> list[str]:
+    """What somebody else could change, the first of it: root would run whatever that user put into it."""
+    files = [directory / file.path for file in manifest.files]
+    folders = [parent for file in files for parent in file.parents if parent.is_relative_to(directory)]
+    places = [directory, directory / manifests.IMAGES_DIR, directory / manifests.MANIFEST_FILE, *folders, *files]
+    found = (text for path in dict.fromkeys(places) for text in whose(path, directory))
+    return list(itertools.islice(found, 1))
+
+
+def whose(path: Path, directory: Path) -> Iterator[str]:
+    """Who but root and this user may change a file or folder of a snapshot, and the remedy."""
+    with contextlib.suppress(OSError):
+        info = path.stat()
+        for owner in {info.st_uid, path.lstat().st_uid} - {0, os.geteuid()}:
+            if owner != NOBODY or info.st_dev not in nfs_devices(Path("/proc/self/mountinfo").read_text()):
+                yield f"{path} belongs to user {owner}: give it to root if you trust it (chown -hR 0 {directory})"
+        if info.st_mode & stat.S_IWOTH and not (path == directory and info.st_mode & stat.S_ISVTX):
+            yield f"{path} can be written by everybody: take that right away if you trust it (chmod -R o-w {directory})"
+        if info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getegid()):
+            yield (
+                f"{path} can be written by group {info.st_gid}: "
+                f"take that right away if you trust it (chmod -R g-w {directory})"
+            )
+
+
+def nfs_devices(mounts: str) -> set[int]:
+    """Device numbers of what is mounted by NFS; the text is a mountinfo (proc(5))."""
+    found = set()
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        if after.startswith("nfs"):
+            found.add(os.makedev(*map(int, before.split()[2].split(":"))))
+    return found
 
 
 def missing_files(manifest: Manifest) -> list[str]:

@@ -14,7 +14,7 @@ from driver_lab import USER, write_snapshot
 from test_driver_refusals import call, fake_criu, needs_root, run_restore, write
 
 from nvsnap_launch.snapshot import manifest as manifests
-from nvsnap_launch.snapshot import surroundings
+from nvsnap_launch.snapshot import reasons, surroundings
 
 LARGE = "images/pages-1.img"
 FILES = ("images/inventory.img", LARGE, "images/empty.img", "files/0", "manifest.json")
@@ -165,16 +165,50 @@ def test_instruction_sets() -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("path", [".", "images", "manifest.json"])
+@pytest.mark.parametrize("path", [".", "images", "manifest.json", "files", "files/0", LARGE])
 def test_what_others_may_change(directory: Path, path: str) -> None:
     place = directory / path
-    os.chown(place, USER, USER)
+    for user in (USER, reasons.NOBODY):
+        os.chown(place, user, 0)
+        code, words = run_restore(directory)
+        assert (code, f"{place} belongs to user {user}: give it to root" in words) == (64, True), words
+    os.chown(place, 0, USER)
+    place.chmod(0o770)
     code, words = run_restore(directory)
-    assert (code, f"{place} belongs to user {USER}: give it to root" in words) == (64, True), words
+    assert (code, f"{place} can be written by group {USER}" in words) == (64, True), words
     os.chown(place, 0, 0)
+    assert not reasons.not_ours(directory, manifests.load(directory)), "root's group"
     place.chmod(0o777)
     code, words = run_restore(directory)
     assert (code, f"{place} can be written by everybody" in words) == (64, True), words
+
+
+@needs_root
+def test_a_link_of_another_user_is_not_followed(directory: Path) -> None:
+    place, away = directory / LARGE, directory.parent / "away"
+    place.rename(away)
+    place.symlink_to(away)
+    os.chown(place, USER, USER, follow_symlinks=False)
+    code, words = run_restore(directory)
+    assert (code, f"{place} belongs to user {USER}" in words) == (64, True), words
+
+
+@needs_root
+def test_nobody_is_root_where_a_file_server_says_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(directory, reasons.NOBODY, 0)
+    manifest = manifests.load(directory)
+    assert f"belongs to user {reasons.NOBODY}" in reasons.not_ours(directory, manifest)[0]
+    monkeypatch.setattr(reasons, "nfs_devices", lambda mounts: {directory.stat().st_dev})
+    assert reasons.not_ours(directory, manifest) == []
+
+
+def test_what_is_mounted_by_nfs() -> None:
+    lines = (
+        "36 35 0:32 / /mnt rw,noatime shared:1 - nfs4 server:/export rw,vers=4.2",
+        "37 35 0:300 / /old rw - nfs server:/nfs rw",
+        "38 35 98:0 / /disk rw master:1 - ext4 /dev/nfs rw",
+    )
+    assert reasons.nfs_devices("\n".join(lines)) == {os.makedev(0, 32), os.makedev(0, 300)}
 
 
 def test_one_that_is_being_written(tmp_path: Path) -> None:
