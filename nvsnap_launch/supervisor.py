@@ -144,9 +144,8 @@ class Supervisor:
     def _kill_all(self) -> None:
         """As little code as can be: what goes on here comes after a fault of ours."""
         give_up = time.monotonic() + GIVE_UP_S
-        while (rest := self._tree.live()) and time.monotonic() < give_up:
-            for pid in rest:
-                send(pid, signal.SIGKILL)
+        while self._tree.live() and time.monotonic() < give_up:
+            self._tree.kill()
             self._wait_a_little()
 
     def _attend(self) -> int:
@@ -246,8 +245,7 @@ class Supervisor:
             return
         self._killing, self._deadline = True, now + 1.0
         self._facts.killed_by_us = True
-        for pid in rest:
-            send(pid, signal.SIGKILL)
+        self._tree.kill()
 
     def _terminate_rest(self, pids: list[int]) -> None:
         for pid in pids:
@@ -342,8 +340,7 @@ class Supervisor:
             self._terminate_rest(rest)
             if now >= self._deadline:
                 give_up = min(give_up, now + GIVE_UP_S)
-                for pid in rest:
-                    send(pid, signal.SIGKILL)
+                self._tree.kill()
             self._wait_a_little()
         # What is dying counts as dead already, but is not ours to reap yet.
         gone_by = time.monotonic() + GIVE_UP_S

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 from nvsnap_launch import engines, libc, processes
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs
+
+TRACKER_S = 1.0  # for a resource tracker, once the others are killed
 
 
 def become_subreaper() -> None:
@@ -23,11 +26,23 @@ class Tree:
         self._control = control
         self._cookie = cookie
         self._reaped: dict[int, None] = {}  # in order; enough of them to tell a sender that is gone
+        self._trackers_end = float("inf")
         self.leader_seen = 0
 
     def live(self) -> list[int]:
         """Every process below us that has not ended."""
         return [pid for pid in procfs.descendants(os.getpid()) if procfs.alive(pid)]
+
+    def kill(self) -> None:
+        """KILL every process below us; multiprocessing's resource trackers a second after the first call.
+
+        They end by themselves once the others are gone, and take away the names that those left in /dev/shm.
+        """
+        now = time.monotonic()
+        self._trackers_end = min(self._trackers_end, now + TRACKER_S)
+        for pid in self.live():
+            if now >= self._trackers_end or not _is_tracker(pid):
+                send(pid, signal.SIGKILL)
 
     def holds(self, pid: int) -> bool:
         """True for a process below us, also one that we reaped a moment ago."""
@@ -109,6 +124,11 @@ def _in_background(pid: int) -> bool:
         return False
     ignored = next((int(line.split()[1], 16) for line in lines if line.startswith(b"SigIgn:")), 0)
     return bool(ignored >> (signal.SIGQUIT - 1) & 1)
+
+
+def _is_tracker(pid: int) -> bool:
+    """As in ``python -c "from multiprocessing.resource_tracker import main;main(5)"``."""
+    return any("resource_tracker" in word for word in procfs.command(pid))
 
 
 def send(pid: int, number: int) -> bool:

@@ -302,6 +302,41 @@ def test_killed_after_the_grace_time(launcher: Launcher, python: str) -> None:
     assert _taken(launcher) == ["15"]
 
 
+KEEPS = """
+    import os, signal, sys
+    from multiprocessing import resource_tracker, shared_memory
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ring = shared_memory.SharedMemory(create=True, size=4096)
+    if sys.argv[1] == "hangs":
+        os.kill(resource_tracker._resource_tracker._pid, signal.SIGSTOP)
+    with open("up", "w") as file:
+        file.write(f"{resource_tracker._resource_tracker._pid} {ring.name}\\n")
+    if sys.argv[2] == "ends":
+        os._exit(0)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("then", ["stays", "ends"])
+@pytest.mark.parametrize("tracker", ["works", "hangs"])
+def test_a_killed_engine_leaves_nothing_in_shared_memory(
+    launcher: Launcher, python: str, tracker: str, then: str
+) -> None:
+    """multiprocessing's resource tracker has time to take the names away; one that does not end is killed, too."""
+    engine = launcher.script("engine.py", KEEPS)
+    launcher.start(python, engine, tracker, then, options=("--grace-s", "0.3"))
+    pid, name = launcher.wait_file("up").split()
+    ring = Path("/dev/shm") / name
+    try:
+        launcher.signal(signal.SIGTERM)
+        status, _, err = launcher.end()
+        assert (status, procfs.alive(int(pid))) == (137 if then == "stays" else 0, False), err
+        assert ring.exists() == (tracker == "hangs")
+    finally:
+        ring.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("trap", ["", "trap 'echo stopping' TERM; "])
 def test_term_through_scripts_that_do_not_exec(launcher: Launcher, python: str, registered: bool, trap: str) -> None:
