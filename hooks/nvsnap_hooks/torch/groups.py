@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import sys
+from typing import NamedTuple
 
 from .. import procfs
 
@@ -19,27 +20,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import timedelta
-    from typing import Any, NamedTuple
+    from typing import Any
 
-    class Coordinated(NamedTuple):
-        """One coordinator of the engine's and what its two groups were. ``rank_lists`` has the ranks of all its siblings."""
 
-        coordinator: Any
-        rank_lists: list[list[int]]
-        mine: int
-        first_name: int
-        device_name: str
-        cpu_name: str
-        backend: str
-        device_timeout: timedelta
-        cpu_timeout: timedelta
-else:
-    from collections import namedtuple
+class Coordinated(NamedTuple):
+    """One coordinator of the engine's and what its two groups were. ``rank_lists`` has the ranks of all its siblings."""
 
-    Coordinated = namedtuple(
-        "Coordinated",
-        "coordinator rank_lists mine first_name device_name cpu_name backend device_timeout cpu_timeout",
-    )
+    coordinator: Any
+    rank_lists: list[list[int]]
+    mine: int
+    first_name: int
+    device_name: str
+    cpu_name: str
+    backend: str
+    device_timeout: timedelta
+    cpu_timeout: timedelta
 
 
 class Holder:
