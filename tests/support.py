@@ -16,12 +16,14 @@ STANDIN = ROOT / "tests" / "standin"
 Value = TypeVar("Value")
 
 
-def wait_until(what: Callable[[], Value], seconds: float = 15.0, why: Callable[[], str] = str) -> Value:
+def wait_until(
+    what: Callable[[], Value], seconds: float = 30.0, why: Callable[[], str] = str, every: float = 0.01
+) -> Value:
     """Wait for a state and return it; a failure tells the last value, and what ``why`` says."""
     deadline = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < deadline, f"not reached within {seconds} s: {what}, last {value!r} {why()}"
-        time.sleep(0.01)
+        time.sleep(every)
     return value
 
 

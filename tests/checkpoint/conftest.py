@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,16 +37,13 @@ def lab(tmp_path: Path, criu: str) -> Iterator[Lab]:
 
 
 @pytest.fixture
-def users_lab() -> Iterator[Lab]:
+def users_lab(open_path: Path) -> Iterator[Lab]:
     """A lab whose launcher and tree run as another user, in folders that this user may enter."""
     python = users_python()
     if python is None:
         pytest.skip("no Python with the launcher's packages that another user may start")
-    with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/tmp") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        for lab in make_lab(folder, find_criu()[0]):
-            lab.control.mkdir(mode=0o700)
-            os.chown(lab.control, USER, USER)
-            lab.python = (*AS_USER, python)
-            yield lab
+    for lab in make_lab(open_path, find_criu()[0]):
+        lab.control.mkdir(mode=0o700)
+        os.chown(lab.control, USER, USER)
+        lab.python = (*AS_USER, python)
+        yield lab

@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import support
+from support import ROOT, free_port
 
 from nvsnap_launch.hooktree import HOOKS_DIR
 from nvsnap_launch.snapshot import manifest as manifests
@@ -23,7 +25,6 @@ from nvsnap_launch.snapshot.manifest import Manifest
 from nvsnap_launch.snapshot.surroundings import code_digest
 
 STAND_IN = Path(__file__).with_name("driver_tree.py")
-ROOT = Path(__file__).resolve().parents[2]
 USER = 1000
 USERS_PATH = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
 AS_USER = ("setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups")
@@ -33,14 +34,13 @@ T = TypeVar("T")
 
 def wait_until(look: Callable[[], T], what: str, seconds: float = 20.0) -> T:
     """Poll until ``look`` gives something true; its errors count as not yet."""
-    deadline = time.monotonic() + seconds
-    while True:
+
+    def found() -> T | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found = look()
-            if found:
-                return found
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
-        time.sleep(0.02)
+            return look()
+        return None
+
+    return support.wait_until(found, seconds, lambda: f"({what})")  # type: ignore[return-value]
 
 
 class Connection:
@@ -192,8 +192,7 @@ def users_python() -> str | None:
 
 
 def make_lab(folder: Path, criu: str) -> Iterator[Lab]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     lab = Lab(folder, criu, port, f"nvsnap-test-{os.getpid()}-{port}")
     try:
         yield lab

@@ -149,12 +149,10 @@ print(os.getgroups())
 """
 
 
-def test_a_control_file_is_read_as_its_owner(tmp_path: Path) -> None:
+def test_a_control_file_is_read_as_its_owner(open_path: Path) -> None:
     """The owner of a control directory gets back, at a restore, what was read there: not what only root or a group may read."""
-    secret, control = tmp_path / "secret", tmp_path / "control"
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        folder.chmod(0o755)
-    for folder in (secret, control, tmp_path / "snapshot"):
+    secret, control = open_path / "secret", open_path / "control"
+    for folder in (secret, control, open_path / "snapshot"):
         folder.mkdir(mode=0o755)
     for name, mode, group in (("roots", 0o600, 0), ("groups", 0o640, 4), ("open", 0o644, 0)):
         path = secret / f"{name}.json"
@@ -170,7 +168,7 @@ def test_a_control_file_is_read_as_its_owner(tmp_path: Path) -> None:
     asked += [f"processes/{name}.json" for name in ("open", "roots", "groups")]
     result = subprocess.run(
         [sys.executable, "-c", KEEPS, *(str(control / name) for name in asked)],
-        cwd=tmp_path,
+        cwd=open_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

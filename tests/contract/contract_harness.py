@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,38 +13,23 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from support import ROOT, STANDIN, free_port, status_in
+from support import wait_until as until
 
 from nvsnap_launch.hooktree import procfs
 
-ROOT = Path(__file__).resolve().parents[2]
-STANDIN = ROOT / "tests" / "standin"
 PATIENCE = 20.0  # seconds for anything that should be quick, on a machine that is busy
 SECRET = "hf-secret-that-must-not-show"
 
-Value = TypeVar("Value")
 Status = dict[str, Any]
-
-
-def until(what: Callable[[], Value], seconds: float = PATIENCE, every: float = 0.01) -> Value:
-    """Wait until something holds; its last value is in the failure's message."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"not reached within {seconds} s, last {value!r}"
-        time.sleep(every)
-    return value
 
 
 def expected(prompt: str, count: int, ranks: int = 2) -> list[int]:
     """What the stand-in answers when every rank has its part in every token."""
     share = ranks * (ranks + 1) // 2
     return [zlib.crc32(f"{prompt}|{place}".encode()) % 1000 * share for place in range(count)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def zombies(pids: Sequence[int]) -> list[int]:
@@ -195,11 +179,7 @@ class Engine:
 
     def status(self) -> Status:
         """Raises ValueError if status.json does not parse: it always must."""
-        try:
-            found: Status = json.loads((self.control / "status.json").read_text())
-        except FileNotFoundError:
-            return {}
-        return found
+        return status_in(self.control)
 
     def when(self, holds: Callable[[Status], Any], seconds: float = PATIENCE) -> Status:
         """Wait until the status is as wanted."""

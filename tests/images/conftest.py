@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,18 +31,10 @@ def criu() -> str:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """One that other users may enter, too: pytest closes its own again and again."""
-    with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/tmp") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-@pytest.fixture
-def box(folder: Path) -> Iterator[Box]:
+def box(open_path: Path) -> Iterator[Box]:
     """A PID and mount namespace for a standby; it is not started yet."""
     if os.geteuid() != 0:
         pytest.skip("a PID namespace needs root")
-    made = Box(folder / "box")
+    made = Box(open_path / "box")
     yield made
     made.kill()

@@ -22,9 +22,9 @@ SHOW = '#!/bin/sh\ncat /proc/$$/cmdline\nprintf "%s\\n" "$HOME" "${USER:-none}" 
 
 
 @pytest.fixture
-def path(folder: Path) -> Path:
+def path(open_path: Path) -> Path:
     """A folder that is the whole PATH: a few tools, the launcher's Python as `python3`, and a `vllm` that shows what it gets."""
-    tools = folder / "bin"
+    tools = open_path / "bin"
     tools.mkdir()
     for name in NEEDED:
         found = shutil.which(name)
@@ -75,11 +75,11 @@ def test_it_is_the_launcher_that_becomes_pid_1(path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", [None, "/proc/sys"])
-def test_a_user_without_a_name_or_a_home(path: Path, folder: Path, home: str | None) -> None:
+def test_a_user_without_a_name_or_a_home(path: Path, open_path: Path, home: str | None) -> None:
     python = users_python() if os.geteuid() == 0 else None
     if python is None:
         pytest.skip("needs root, and a Python with the launcher's packages that another user may start")
-    temporary = folder / "tmp"
+    temporary = open_path / "tmp"
     temporary.mkdir()
     temporary.chmod(0o1777)
     (path / "python3").write_text(f'#!/bin/sh\nPYTHONPATH={USERS_PATH} exec {python} "$@"\n')

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support import ROOT, STANDIN, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-STANDIN = ROOT / "tests" / "standin"
 # The stand-in under vLLM's command line, with vLLM's form of an answer. BREAK: "wrong" answers change after a restore,
 # "twice" the engine counts a request more than it was sent, "grow" the leader keeps a descriptor more with each answer.
 VLLM = """
@@ -91,10 +89,8 @@ def work(tmp_path: Path) -> Path:
 
 
 def call(module: str, work: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     return subprocess.run(
-        [sys.executable, "-m", module, "--work", str(work), "--port", str(port), *arguments],
+        [sys.executable, "-m", module, "--work", str(work), "--port", str(free_port()), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(STANDIN), **environment},
         stdin=subprocess.DEVNULL,

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT, STANDIN
 
 from nvsnap_launch import arguments as engine_arguments
 from nvsnap_launch import cli, client, controldir, doctor
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.settings import Settings
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, control: Path, **extra: str) -> tuple[int, str, str]:
@@ -241,9 +240,6 @@ def test_doctor_knows_the_engine_of_a_command(tmp_path: Path) -> None:
     assert f"vllm is not installed in {sys.prefix}" in out
     assert " GPUs: " in out
     assert "engine" in err
-
-
-STANDIN = ROOT / "tests" / "standin"
 
 
 def engine_in(folder: Path, *, metadata: bool) -> str:

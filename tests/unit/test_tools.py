@@ -18,13 +18,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from demo import run, session, tree  # noqa: E402
-from demo.client import Answer, Persistent, Stream, ask, health  # noqa: E402
-from demo.report import DemoError, Report, Row, size, table, tail, wait_until  # noqa: E402
+from demo import run, session, tree
+from demo.client import Answer, Persistent, Stream, ask, health
+from demo.report import DemoError, Report, Row, size, table, tail, wait_until
 
 INSTALL = ROOT / "tools" / "install-engine"
 SETUP = ROOT / "tools" / "setup"
