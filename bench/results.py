@@ -28,8 +28,8 @@ class Goal:
     text: str
 
     def verdict(self, found: Estimate) -> str:
-        """By the median. Said when the interval lies on both sides of the goal: the figures then can't tell."""
-        met = found.median >= self.value if self.at_least else found.median <= self.value
+        """By the mean. Said when the interval lies on both sides of the goal: the figures then can't tell."""
+        met = found.mean >= self.value if self.at_least else found.mean <= self.value
         open_ = found.low < self.value < found.high
         return ("met" if met else "not met") + (", but the interval has both" if open_ else "")
 
@@ -124,12 +124,12 @@ def _compared(
 ) -> Row:
     both = [(value(bare), value(launched)) for bare, launched in pairs]
     found = compare(both)
-    bare, launched = (shape.format(statistics.median(column)) for column in zip(*both, strict=True))
+    bare, launched = (shape.format(statistics.fmean(column)) for column in zip(*both, strict=True))
     return (
         name,
         bare,
         launched,
-        compared_shape.format(found.median),
+        compared_shape.format(found.mean),
         _limits(found, compared_shape),
         *_judged(goal, found),
     )
@@ -137,7 +137,7 @@ def _compared(
 
 def _single(name: str, values: Sequence[float], shape: str, goal: Goal | None = None) -> Row:
     found = stats.interval(values)
-    return (name, "", shape.format(found.median), "", _limits(found, shape), *_judged(goal, found))
+    return (name, "", shape.format(found.mean), "", _limits(found, shape), *_judged(goal, found))
 
 
 def _limits(found: Estimate, shape: str) -> str:

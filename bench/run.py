@@ -31,8 +31,8 @@ SIZES = {1: 4, 16: 3}  # clients at once -> requests of each in a block
 WARM_UP_BLOCKS = 2
 CYCLES, CYCLE_CLIENTS = 3, 4
 FIGURES = (
-    "Medians; of pairs (launched/bare, or launched minus bare) with a paired 95 % t interval (for ratios on their logarithms),\n"
-    "of single values with a 95 % t interval of their mean. The goals are judged by the median, and never decide the exit status."
+    "Means over the runs, with 95 % t intervals: of pairs (launched/bare, or launched minus bare) paired, for ratios on their\n"
+    "logarithms (geometric mean). The goals are judged by the mean, and never decide the exit status."
 )
 
 

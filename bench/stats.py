@@ -1,4 +1,4 @@
-"""Medians, and the intervals that say how much of a difference is chance."""
+"""Means, and the intervals that say how much of a difference is chance."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ T95_BEYOND = 2.131  # for more degrees of freedom: a little too wide, never too 
 
 
 class Estimate(NamedTuple):
-    """A median and a 95 % interval."""
+    """A mean and its 95 % interval."""
 
-    median: float
+    mean: float
     low: float
     high: float
 
 
 def interval(values: Sequence[float]) -> Estimate:
-    """Median, and the t interval of the mean. Without limits for a single value: nothing is known about its spread."""
+    """Mean and t interval. Without limits for a single value: nothing is known about its spread."""
     if len(values) < 2:
         return Estimate(values[0], -math.inf, math.inf)
     t = T95[len(values) - 2] if len(values) - 2 < len(T95) else T95_BEYOND
     half = t * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
-    return Estimate(statistics.median(values), mean - half, mean + half)
+    return Estimate(mean, mean - half, mean + half)
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """Second over first of each pair; paired t interval on the logarithms."""
+    """Second over first of each pair: geometric mean, and a paired t interval on the logarithms."""
     logs = interval([math.log(second / first) for first, second in pairs])
     return Estimate(*(math.exp(value) for value in logs))
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """Second minus first of each pair; paired t interval."""
+    """Second minus first of each pair: mean and paired t interval."""
     return interval([second - first for first, second in pairs])
 
 

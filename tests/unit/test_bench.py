@@ -24,8 +24,14 @@ def options(folder: Path) -> Options:
 def test_interval_of_a_known_sample() -> None:
     """Mean 3, standard deviation 1.5811, n = 5: 3 +- 2.776 * 0.7071."""
     found = stats.interval([1, 2, 3, 4, 5])
-    assert found.median == 3
+    assert found.mean == 3
     assert (found.low, found.high) == pytest.approx((3 - 1.963, 3 + 1.963), abs=0.001)
+
+
+def test_what_is_judged_lies_in_its_interval() -> None:
+    """However skewed the values are."""
+    found = stats.interval([1.0] * 20 + [1.01] * 19 + [9.0] * 11)
+    assert found.low < found.mean < found.high
 
 
 def test_interval_is_open_for_one_value_and_never_too_narrow_for_many() -> None:
@@ -84,7 +90,7 @@ def test_table_has_each_measure_against_its_goal() -> None:
     assert "+0.40" in shown["start-up to first answer, s"]
     assert shown["start-up to first answer, s"].endswith(" met")
     assert " 0.30 " in shown["prepare, without the drain, s"]
-    assert shown["rebuild in place, s"].split()[3:5] == ["0.10", "unknown"] or " 0.10 " in shown["rebuild in place, s"]
+    assert " 0.10 " in shown["rebuild in place, s"]
 
 
 def test_half_a_pair_is_not_compared() -> None:
