@@ -37,6 +37,12 @@ def _taken(launcher: Launcher) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
+def _is_at_rest(pid: int) -> bool:
+    """Whether a process sleeps and no signal is on the way to it (proc_pid_status(5))."""
+    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return lines["State"].startswith("S") and not any(int(lines[name], 16) for name in ("SigPnd", "ShdPnd"))
+
+
 def test_term_once_when_sent_twice_at_once(launcher: Launcher, python: str) -> None:
     launcher.start(python, launcher.script("engine.py", COUNTS), "SIGTERM", "SIGHUP", options=("--grace-s", "60"))
     launcher.wait_file("up")
@@ -45,8 +51,10 @@ def test_term_once_when_sent_twice_at_once(launcher: Launcher, python: str) -> N
     launcher.signal(signal.SIGTERM)
     launcher.signal(signal.SIGHUP)
     wait_until(lambda: "1" in _taken(launcher))
+    for pid in (launcher.pid, launcher.wait_started()):
+        wait_until(lambda pid=pid: _is_at_rest(pid))  # type: ignore[misc]
     first = _taken(launcher).count("15")
-    # The pause between two separate stops is what is tested here.
+    # The pause between two separate stops is what is tested here: it begins when the launcher has taken all before.
     time.sleep(0.06)
     launcher.signal(signal.SIGTERM)
     wait_until(lambda: _taken(launcher).count("15") == first + 1)
