@@ -178,30 +178,92 @@ def command(pid: int) -> list[str]:
     return [os.fsdecode(part) for part in text.split(b"\0")[:-1]]
 
 
-SECRETS = frozenset(("key", "token", "secret", "password", "passwd", "credentials"))
+SECRETS = "key|token|secret|passw|passphrase|pwd|auth|credential|bearer|cookie"
+# Options whose values are shown: what a message needs to tell one command from another, or what takes no value.
+SHOWN = frozenset(
+    "model served-model-name tokenizer host port uds dtype load-format device max-model-len max-num-seqs "
+    "max-num-batched-tokens tensor-parallel-size pipeline-parallel-size data-parallel-size enforce-eager "
+    "kv-cache-memory-bytes gpu-memory-utilization distributed-executor-backend ssl-keyfile ssl-certfile headless "
+    "trust-remote-code multiprocessing-fork reuid regid clear-groups".split()
+)
+PLAIN = "[0-9.,]{1,12}[;)]*|auto|none|true|false|on|off"  # values that tell nothing
 HIDDEN = "***"
 
 
 def masked(argv: list[str]) -> list[str]:
-    """A command line in which the values of options and variables that hold a secret by their name are hidden.
+    """A command line in which values are hidden: of options that are not in SHOWN and of variables, unless they are PLAIN; of
+    whatever has a secret by its name; in JSON and in addresses.
 
-    ``--api-key X``, ``--hf-token=X``, ``HF_TOKEN=X``; also within a shell's script.
+    ``--api-key X``, ``--hf-token=X``, ``HF_TOKEN=X``, ``Authorization: Bearer X``, ``//user:X@host``; also within a shell's
+    script.
     """
     shown: list[str] = []
-    hide = False  # the words up to the next option
+    hide = ""  # of the words up to the next option: "all", or "unknown" for those that are not PLAIN
     for word in argv:
-        name, equals, _ = word.partition("=")
-        secret = not SECRETS.isdisjoint(name.lower().replace("_", "-").split("-"))
-        if equals and secret and " " not in name:
-            shown.append(f"{name}={HIDDEN}")
-        elif " " in word:
-            shown.append(" ".join(masked(word.split(" "))))
-        elif hide and not word.startswith("-"):
-            shown.append(HIDDEN)
+        if hide and not word.startswith("-"):
+            shown.append(_value(word, hide))
         else:
-            shown.append(word)
-            hide = secret and word.startswith("-")
+            text, hide = _option(word) if word.startswith("-") else _word(word)
+            shown.append(text)
     return shown
+
+
+def _value(text: str, hide: str) -> str:
+    return text if not hide or (hide == "unknown" and _found(f"^({PLAIN})$", text)) else HIDDEN
+
+
+def _rest(value: str) -> str:
+    """What to hide after a value: all, where it begins with a quotation mark that comes only once."""
+    return "all" if value[:1] in ("'", '"') and value.count(value[0]) == 1 else ""
+
+
+def _option(word: str) -> tuple[str, str]:
+    """An option as it is shown, and what to hide after it."""
+    name, equals, value = word.partition("=")
+    key = name.lstrip("-").lower().replace("_", "-")
+    if key in SHOWN:
+        return _word(word)[0] if _found("[{@]", value) else word, ""
+    hide = "all" if _found(SECRETS, key) else "unknown" if equals or word.startswith("--") else ""
+    if not equals:
+        return word, hide
+    return f"{name}={_value(value, hide)}", _rest(value)
+
+
+def _word(word: str) -> tuple[str, str]:
+    """Any other word as it is shown, and what to hide after it."""
+    name, equals, value = word.partition("=")
+    if equals and name.isidentifier():
+        hide = "all" if _found(SECRETS, name) else "unknown"
+        if hide == "all" or not _found(r"\s", value):
+            return f"{name}={_value(value, hide)}", _rest(value)
+    if _found(r"^\{.|^\[\S", word):
+        return HIDDEN, ""
+    if _found(r"\s", word):
+        return _text(word), ""
+    if _found(f"({SECRETS})[^/]*[:=].", word):
+        return HIDDEN, ""
+    names_a_secret = _found(f"({SECRETS})[^/]*:$|^bearer$|^basic$", word)
+    return _without_user(word), "all" if names_a_secret else ""
+
+
+def _text(text: str) -> str:
+    """Several words in one, such as a script."""
+    import re
+
+    parts = re.split(r"(\s+)", text)
+    parts[::2] = masked(parts[::2])
+    return "".join(parts)
+
+
+def _without_user(address: str) -> str:
+    start, slashes, rest = address.partition("//")
+    return f"{start}//{HIDDEN}@{rest.rpartition('@')[2]}" if slashes and "@" in rest else address
+
+
+def _found(pattern: str, text: str) -> bool:
+    import re  # only for a message: each Python process of the engine imports this module
+
+    return bool(re.search(pattern, text, re.I))
 
 
 def words(argv: list[str], limit: int = 120) -> str:
