@@ -45,12 +45,17 @@ def main() -> None:
         _block(arguments, _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals()))
     if _is_short_for_run(arguments):
         arguments.insert(0, RUN)
+    from nvsnap_launch import PACKAGES
+
     try:
         from nvsnap_launch import cli
+
+        sys.exit(cli.call(arguments))
     except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
         sys.stderr.write(f"nvsnap_launch: {sys.executable} has no module {error.name}: install nvsnap-launch for it\n")
         sys.exit(UNAVAILABLE)
-    sys.exit(cli.call(arguments))
 
 
 if __name__ == "__main__":

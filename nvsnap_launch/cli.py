@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from nvsnap_launch import PREFIX
+from nvsnap_launch import PACKAGES, PREFIX
 from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import __version__, protocol
 
@@ -30,7 +30,10 @@ _PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
 def call(arguments: list[str]) -> int:
-    """Run one command line; returns the exit status. Says in one line what went wrong; a fault of ours has its traceback."""
+    """Run one command line; returns the exit status. Says in one line what went wrong; a fault of ours has its traceback.
+
+    Raises ModuleNotFoundError for a package that is not installed.
+    """
     try:
         result = main.main(arguments, prog_name="nvsnap-launch", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -52,6 +55,8 @@ def call(arguments: list[str]) -> int:
         sys.stderr.close()
         return _SIGNALLED + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+            raise
         import traceback
 
         traceback.print_exc()

@@ -128,6 +128,38 @@ def test_a_python_without_what_the_launcher_needs(path: Path) -> None:
     assert done.stderr.endswith(b" has no module click: install nvsnap-launch for it\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("lacks", "code", "words"),
+    [
+        ("click", 69, b" has no module click: install nvsnap-launch for it\n"),
+        ("pydantic_settings", 69, b" has no module pydantic_settings: install nvsnap-launch for it\n"),
+        ("nvsnap_launch.settings", 70, b"a fault of our own: ModuleNotFoundError: no module nvsnap_launch.settings\n"),
+        ("nvsnap_launch.errors", 1, b"ModuleNotFoundError: no module nvsnap_launch.errors\n"),
+        ("click.core", 1, b"ModuleNotFoundError: no module click.core\n"),
+    ],
+)
+def test_only_what_can_be_installed_is_said_to_be_missing(tmp_path: Path, lacks: str, code: int, words: bytes) -> None:
+    """A part of the launcher, or of one of those packages, is a defect: with its traceback."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {lacks!r}:
+            raise ModuleNotFoundError(f"no module {{name}}", name=name)
+sys.meta_path.insert(0, Finder)
+"""
+    )
+    env = {
+        **os.environ,
+        "NVSNAP_CONTROL_DIR": str(tmp_path / "control"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+    }
+    done = run(sys.executable, "-m", "nvsnap_launch", "--", "true", env=env)
+    assert (done.returncode, done.stderr.endswith(words)) == (code, True), done.stderr
+
+
 def test_a_folder_that_is_mounted_into_the_stock_image(path: Path, tmp_path: Path) -> None:
     """As `pip install --no-deps --target` leaves it: the launcher's folder, with hooks and entrypoints in it, and nothing else.
 
