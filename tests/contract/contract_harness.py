@@ -65,6 +65,13 @@ class Answer(threading.Thread):
         assert self.error is None, self.error
         return self.lines[-1]
 
+    def told(self) -> list[int]:
+        """The tokens that came, once no more will: all, or those before it was cut."""
+        self.join(PATIENCE)
+        assert not self.is_alive(), "the connection is still open"
+        whole = next((line["tokens"] for line in self.lines if "tokens" in line), None)
+        return [line["token"] for line in self.lines if "token" in line] if whole is None else whole
+
 
 class Engine:
     """``nvsnap_launch run OPTIONS -- vllm serve M …`` and what can be seen of it from outside."""
