@@ -7,35 +7,26 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+import psutil
+from support import ROOT, free_port, status_in, wait_until
 
-from nvsnap_launch.hooktree import procfs  # noqa: E402
+from demo import tree
+from nvsnap_launch.hooktree import procfs
 
 Value = TypeVar("Value")
 PROMPTS = ("The capital of", "Hello world", "a to the", "and of the capital")
 START_S = 180
-
-
-def wait_until(what: Callable[[], Value], seconds: float = 30.0, why: Callable[[], str] = str) -> Value:
-    """Wait for a state; ``why`` adds to the failure's message."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"not reached within {seconds} s, last {value!r} {why()}"
-        time.sleep(0.01)
-    return value
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,9 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     port: int = 0
-    members: dict[int, int] = field(default_factory=dict)  # PID -> start time: the engine writes over its environment
+    members: set[psutil.Process] = field(default_factory=set)
+    shm: set[str] = field(default_factory=set)
+    sockets: str = ""
 
     @property
     def control(self) -> Path:
@@ -106,8 +99,6 @@ class Server:
     @property
     def log(self) -> Path:
         return self.folder / "server.log"
-
-    rings: set[Path] = field(default_factory=set)
 
     # -- its life -----------------------------------------------------------------------------------
 
@@ -121,6 +112,7 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(n % (os.cpu_count() or 1)) for n in range(self.ranks)),
             "VLLM_CACHE_ROOT": str(self.folder / "cache"),
+            "VLLM_RPC_BASE_PATH": self.sockets,
             **self.environment,
         }
 
@@ -139,6 +131,7 @@ class Server:
     def start(self, seconds: float = START_S) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
+        self.sockets = tempfile.mkdtemp(prefix="nvsnap-test-", dir="/tmp")  # short: vLLM adds 37 of 107 bytes, unix(7)
         environment = self.env()
         # The launcher itself must be found, too; the user's folder stays what the engine had.
         environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
@@ -175,44 +168,35 @@ class Server:
         if self.process is None:
             return
         self.remember()
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for pid in self.alive():
-            os.kill(pid, signal.SIGKILL)
-        for path in self.rings:
-            path.unlink(missing_ok=True)
-
-    def tree(self) -> list[int]:
-        return procfs.descendants(self.process.pid) if self.process is not None else []
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        tree.end(self.members)
+        self.process.kill()
+        self.process.wait()
+        for name in self.left_in_shm():
+            (Path(tree.SHM) / name).unlink(missing_ok=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
     def remember(self) -> None:
         """Note every process of the tree, and the shared memory that it has."""
-        for pid in self.tree():
-            entry = procfs.stat(pid)
-            if entry is not None:
-                self.members[pid] = entry[2]
-            self.rings |= {Path(path) for path in Seen.shm_of(pid)}
+        if self.process is not None:
+            found = tree.descendants(self.process.pid)
+            self.members |= set(found)
+            self.shm |= tree.shared_memory(found)
 
-    def alive(self) -> list[int]:
-        """Those of the tree that still run; a number that was given to another process does not count."""
-        entries = {pid: procfs.stat(pid) for pid in self.members if procfs.alive(pid)}
-        return [pid for pid, entry in entries.items() if entry is not None and entry[2] == self.members[pid]]
+    def alive(self) -> list[psutil.Process]:
+        return tree.alive(self.members)
 
-    def left_in_shm(self) -> list[Path]:
-        ours = [
-            path for path in Path("/dev/shm").iterdir() if path.name.startswith("nvsnap-") and "cpushm" in path.name
-        ]
-        return [path for path in self.rings if path.exists()] + ours
+    def left_in_shm(self) -> list[str]:
+        """What the tree had, and what a restore made since."""
+        made = {name for name in tree.there() if name.startswith("nvsnap-") and "cpushm" in name}
+        return tree.left_behind(self.shm | made)
 
     # -- state ----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        try:
-            value: dict[str, Any] = json.loads((self.control / "status.json").read_text())
-        except FileNotFoundError:
-            return {}
-        return value
+        return status_in(self.control)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -354,9 +338,3 @@ def later(call: Callable[[], Value]) -> concurrent.futures.Future[Value]:
     future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

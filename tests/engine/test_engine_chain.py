@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from engine_support import ROOT
+from support import ROOT, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.criu, pytest.mark.timeout(600)]
 
 WORK = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("shape", [("--tp", "2"), ("--tp", "1"), ("--tp", "2", "--compiled")], ids=" ".join)

@@ -70,7 +70,7 @@ def test_cycles(server: Server) -> None:
         assert server.step("drain")["parked"] == 0
         prepared = server.seen()
         assert [(seen.tcp, seen.gloo_threads) for seen in prepared] == [([], 0)] * 2
-        tree = [pid for pid in server.tree() if procfs.alive(pid)]
+        tree = [pid for pid in procfs.descendants(server.process.pid) if procfs.alive(pid)]
         assert {pid: found for pid, found in residue.inner_connections(tree).items() if found} == {}
         server.restore()
         assert {prompt: server.ask(prompt) for prompt in PROMPTS} == answers
