@@ -98,16 +98,19 @@ def test_undone(server: Server, fault: str, words: str) -> None:
     assert waiting.result(60) == answers[PROMPTS[0]]
 
 
+SLOW = pytest.mark.slow  # each case is a start of the engine: one of each kind in every run
+
+
 @pytest.mark.parametrize(
     ("fault", "role", "rank"),
     [
         ("groups.release:hang_gil:1", "worker", 1),
-        ("groups.release:kill:1", "worker", 1),
-        ("hold:hang:core", "core", None),
+        pytest.param("groups.release:kill:1", "worker", 1, marks=SLOW),
+        pytest.param("hold:hang:core", "core", None, marks=SLOW),
         ("hold:kill:core", "core", None),
         ("broadcasters.reacquire:raise:1", "worker", 1),
-        ("groups.reacquire:hang:0", "worker", 0),
-        ("groups.reacquire:kill:1", "worker", 1),
+        pytest.param("groups.reacquire:hang:0", "worker", 0, marks=SLOW),
+        pytest.param("groups.reacquire:kill:1", "worker", 1, marks=SLOW),
     ],
 )
 def test_ended(engine: Engine, plugin: Path, tmp_path: Path, fault: str, role: str, rank: int | None) -> None:
