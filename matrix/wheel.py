@@ -1,6 +1,7 @@
 """Is every target of a version's table in a released wheel? By reading its source: nothing is installed or imported.
 
-So it works for a wheel that can't run here (CUDA). It says what ``nvsnap_hooks.registry.check`` would say in the engine.
+So it works for a wheel that can't run here (CUDA). It says what ``nvsnap_hooks.registry.check`` would say in the engine, but for
+names on either side of an ``if`` or ``try``, which count as defined.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from nvsnap_hooks.vllm.versions import Target
 
 Folder = Path | zipfile.Path
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.stmt
+# Of dataclasses and typing, vLLM's own decorator for its configurations, and msgspec's base class.
+FIELD_MAKERS = frozenset(("dataclass", "NamedTuple", "config", "Struct"))
 
 
 class Missing(Exception):
@@ -87,12 +90,21 @@ def faults(wheel: Wheel, targets: Mapping[str, Target]) -> dict[str, str]:
     """What is not as expected, by target, of those in packages that the wheel has."""
     found = {}
     for key, target in targets.items():
-        if wheel.has(target.module.partition(".")[0]):
+        if _is_in(wheel, target):
             try:
                 check(wheel, target)
             except Missing as missing:
                 found[key] = f"{target.module}.{target.qualname}".rstrip(".") + f": {missing}"
     return found
+
+
+def elsewhere(wheel: Wheel, targets: Mapping[str, Target]) -> list[str]:
+    """The keys of the targets that faults() does not look at: those of packages that the wheel has not."""
+    return [key for key, target in targets.items() if not _is_in(wheel, target)]
+
+
+def _is_in(wheel: Wheel, target: Target) -> bool:
+    return wheel.has(target.module.partition(".")[0])
 
 
 def check(wheel: Wheel, target: Target) -> None:
@@ -159,12 +171,23 @@ def _method(family: list[ast.ClassDef], name: str) -> Definition | None:
 
 def _names_of_class(owner: ast.ClassDef) -> Iterator[str]:
     """What is in the class, and what its ``__init__`` sets."""
+    fields = _makes_fields(owner)
     for statement in _flat(owner.body):
         yield from _defined(statement)
+        if fields and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            nodes = list(ast.walk(statement))
+            declared = [node.target for node in nodes if isinstance(node, ast.AnnAssign) and node.value is None]
+            for node in nodes:
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node not in declared:
                     yield node.attr
+
+
+def _makes_fields(owner: ast.ClassDef) -> bool:
+    """Does a mere annotation make an attribute there, as in a dataclass?"""
+    calls = (node.func if isinstance(node, ast.Call) else node for node in (*owner.decorator_list, *owner.bases))
+    return not FIELD_MAKERS.isdisjoint(ast.unparse(node).rpartition(".")[2] for node in calls)
 
 
 def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -181,5 +204,6 @@ def _defined(statement: ast.stmt) -> list[str]:
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
-    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets = [statement.target]
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]

