@@ -14,7 +14,7 @@ from contract_harness import ROOT, until
 from driver_lab import USERS_PATH, users_python
 
 SCRIPTS = ROOT / "entrypoints"
-NEEDED = ("sh", "dirname", "readlink", "id", "mkdir", "cat", "sleep", "env")
+NEEDED = ("sh", "dirname", "readlink", "id", "mkdir", "stat", "cat", "sleep", "env")
 UNKNOWN = "1000650000"
 # Odd words that a shell would break: empty, spaces, a newline, a pattern, bytes that are no UTF-8.
 WORDS = [b"M", b"--tensor-parallel-size", b"2", b"", b"--", b"a  b", b"c\nd", b"*", b"$HOME", b"\xff\xfe", b"-x='y'"]
@@ -97,11 +97,13 @@ def test_a_user_without_a_name_or_a_home(path: Path, open_path: Path, home: str 
     ]
 
 
-def test_a_home_that_somebody_else_put_there_is_not_used(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_home_that_somebody_else_put_there_is_not_used(path: Path, tmp_path: Path, linked: bool) -> None:
     planted = tmp_path / f"home-{os.geteuid()}"
-    planted.symlink_to(tmp_path)
-    planted.unlink()
-    planted.write_text("a file")
+    if linked:
+        planted.symlink_to(tmp_path)
+    else:
+        planted.write_text("a file")
     done = run(SCRIPTS / "vllm", "M", env=environment(path, TMPDIR=str(tmp_path), HOME="/proc/nowhere"))
     assert done.returncode == 3, done.stderr
     assert b"mount a folder and set HOME to it" in done.stderr
