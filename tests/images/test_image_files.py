@@ -16,6 +16,7 @@ from nvsnap_hooks.vllm import versions
 
 IMAGES = ROOT / "images"
 STOCK = IMAGES / "vllm" / "Dockerfile"
+POD = IMAGES / "kubernetes" / "vllm" / "vllm.yaml"
 DEBIAN = IMAGES / "debian-cpu" / "Dockerfile"
 READY = ["nvsnap-launch", "wait", "ready", "--timeout", "0"]
 ALIVE = ["nvsnap-launch", "wait", "alive", "--timeout", "0"]
@@ -70,15 +71,22 @@ def text_files() -> list[Path]:
 
 
 def load(path: Path) -> Any:
-    """A YAML file, read by the engine's Python, which has a parser."""
-    script = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))"
-    python = WORK / "engine" / "bin" / "python"
-    return json.loads(subprocess.run([python, "-c", script, path], check=True, capture_output=True, text=True).stdout)
+    return read_yaml(path.read_text())
+
+
+def read_yaml(text: str) -> Any:
+    """By the engine's Python, which has a parser."""
+    command = [
+        WORK / "engine" / "bin" / "python",
+        "-c",
+        "import json, sys, yaml; print(json.dumps(yaml.safe_load(sys.stdin)))",
+    ]
+    return json.loads(subprocess.run(command, input=text, check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.image
 def test_no_probe_ends_an_engine_that_is_only_frozen() -> None:
-    pod = load(IMAGES / "kubernetes" / "vllm.yaml")
+    pod = load(POD)
     engine = pod["spec"]["containers"][0]
     probes = {name: engine[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert probes == {"startupProbe": READY, "readinessProbe": READY, "livenessProbe": ALIVE}
@@ -92,13 +100,20 @@ def test_no_probe_ends_an_engine_that_is_only_frozen() -> None:
 
 
 @pytest.mark.image
-def test_the_placeholder_differs_in_its_command_alone() -> None:
-    overlay = load(IMAGES / "kubernetes" / "standby" / "kustomization.yaml")
-    assert overlay["resources"] == [".."]
-    assert load(IMAGES / "kubernetes" / "kustomization.yaml") == {"resources": ["vllm.yaml"]}
-    patch = overlay["patches"][0]
-    assert patch["target"] == {"kind": "Pod", "name": load(IMAGES / "kubernetes" / "vllm.yaml")["metadata"]["name"]}
-    assert patch["patch"] == "- {op: add, path: /spec/containers/0/command, value: [/opt/nvsnap/entrypoints/standby]}"
+def test_the_placeholder_differs_in_its_command_and_in_what_it_has_started_with() -> None:
+    folder = IMAGES / "kubernetes" / "standby"
+    overlay = load(folder / "kustomization.yaml")
+    bases = [(folder / base).resolve() for base in overlay["resources"]]
+    assert bases == [POD.parent]
+    assert not set(bases) & {folder, *folder.parents}, "kustomize takes no base that the overlay lies in"
+    assert load(POD.parent / "kustomization.yaml") == {"resources": [POD.name]}
+    (patch,) = overlay["patches"]
+    assert patch["target"] == {"kind": "Pod", "name": load(POD)["metadata"]["name"]}
+    place = "/spec/containers/0"
+    assert read_yaml(patch["patch"]) == [
+        {"op": "add", "path": f"{place}/command", "value": ["/opt/nvsnap/entrypoints/standby"]},
+        {"op": "replace", "path": f"{place}/startupProbe/exec/command", "value": ALIVE},
+    ]
     assert (ROOT / "entrypoints" / "standby").is_file()
 
 
