@@ -53,3 +53,4 @@ check: venv
 	@$(PYTHON) -m ruff format --check $(SOURCES)
 	@$(PYTHON) -m mypy
 	@$(PYTHON) -m mypy -p bench -p demo -p matrix
+	@$(PYTHON) -m mypy images/debian-cpu/build.py
