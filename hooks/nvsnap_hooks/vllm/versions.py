@@ -1,7 +1,8 @@
 """Which vLLM versions are verified, how far, and the name of each patch target there.
 
-Levels: ``resolves`` (every target found in the released wheel), ``cycles`` (prepare and restore in place on CPU),
-``criu`` (killed and restored on CPU), ``gpu`` (two GPUs). Add a version: add a line to TABLE, run ``make matrix``.
+Levels: ``resolves`` (every target of vLLM's own found in the released wheel; those of torch and uvicorn only count from the
+next level on, where they are installed), ``cycles`` (prepare and restore in place on CPU), ``criu`` (killed and restored on
+CPU), ``gpu`` (two GPUs). Add a version: add a line to TABLE, run ``make matrix``.
 The modules beside this one know targets by the keys on the left; only this one knows vLLM's names for them.
 """
 
@@ -45,7 +46,7 @@ _GROUPS = "vllm.distributed.parallel_state"
 _DEVICES = "vllm.distributed.device_communicators"
 _TORCH = "torch.distributed.distributed_c10d"
 
-# Read in the released wheels of 0.26.0 to 0.32.0, where all of it is alike.
+# Read in the released wheels of 0.26.0 to 0.32.0, where all of it that is vLLM's own is alike.
 _V0_26: dict[str, Target] = {
     # the API server
     "async_llm": Target(
