@@ -97,11 +97,18 @@ class Builder:
     # -- what goes in -----------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Of everything of ours that is in the image."""
-        state = hashlib.sha256(f"{self.with_engine} {PACKAGES} {suite()}".encode())
+        """Of all that is copied into the image: our files, and which CRIU and engine."""
+        engine = self.with_engine and read(self.work / "engine" / ".nvsnap-engine")
+        state = hashlib.sha256(f"{engine} {self.criu()} {PACKAGES} {suite()}".encode())
         for path in sorted(self.sources()):
             state.update(f"{path.relative_to(ROOT)} {path.stat().st_mode}\0".encode() + path.read_bytes())
         return state.hexdigest()
+
+    def criu(self) -> str:
+        try:
+            return subprocess.run([self.work / "criu" / "criu", "--version"], capture_output=True, text=True).stdout
+        except OSError:
+            return ""
 
     def sources(self) -> Iterator[Path]:
         yield from (ROOT / "pyproject.toml", ROOT / "tools" / "unpack-criu", Path(__file__).resolve())
@@ -144,7 +151,7 @@ class Builder:
         wanted = f"{suite()} {PACKAGES}"
         if not base.exists() or read(made) != wanted:
             self.context.mkdir(exist_ok=True)
-            sources = [f"deb {mirror} {suite()} main" for mirror in mirrors()]
+            sources = self.debian()
             command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", suite(), f"{base}.new", *sources]
             self.step(f"Debian {suite()} from its packages (about 75 s)", [*command, "--format=tar"])
             Path(f"{base}.new").rename(base)
@@ -152,6 +159,14 @@ class Builder:
         with tarfile.open(base) as tar:
             names = (Path(name).name for name in tar.getnames() if name.startswith("./usr/bin/python3."))
             return next(names).removeprefix("python")
+
+    def debian(self) -> list[str]:
+        """Sources for mmdebstrap: apt's own. A container of Debian's has no index of them yet."""
+        if not mirrors():
+            self.step("package index", ["apt-get", "update", "-qq"])
+        if not (found := mirrors()):
+            raise Failed(f"apt has no mirror of Debian {suite()} among its sources")
+        return [f"deb {mirror} {suite()} main" for mirror in found]
 
     # -- the image --------------------------------------------------------------------------------------------
 
@@ -188,12 +203,10 @@ def suite() -> str:
 
 
 def mirrors() -> list[str]:
-    """Those that apt is set up with for this suite."""
+    """Those that apt is set up with for this suite. None where it has no index yet."""
     command = ["apt-get", "indextargets", "--format", "$(CREATED_BY) $(REPO_URI) $(CODENAME)"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     found = [line.split()[1] for line in lines if line.split()[:1] == ["Packages"] and line.split()[2:] == [suite()]]
-    if not found:
-        raise Failed(f"apt has no mirror of Debian {suite()} among its sources, or no index yet: try apt-get update")
     return list(dict.fromkeys(found))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,39 @@ def test_the_placeholder_differs_in_its_command_and_in_what_it_has_started_with(
         {"op": "replace", "path": f"{place}/startupProbe/exec/command", "value": ALIVE},
     ]
     assert (ROOT / "entrypoints" / "standby").is_file()
+
+
+def builder(work: Path, with_engine: bool = False) -> Any:
+    return runpy.run_path(str(IMAGES / "debian-cpu" / "build.py"))["Builder"](work, with_engine)
+
+
+def test_an_image_with_another_engine_or_criu_is_another(tmp_path: Path) -> None:
+    for folder in ("engine", "criu"):
+        (tmp_path / folder).mkdir()
+    engine, criu = tmp_path / "engine" / ".nvsnap-engine", tmp_path / "criu" / "criu"
+    criu.touch(0o755)
+    found = []
+    for version in ("1", "2"):
+        engine.write_text(version)
+        found += [builder(tmp_path, with_engine).fingerprint() for with_engine in (False, True)]
+    assert len(set(found)) == 3, "what has no engine in it is the same"
+    criu.write_text("#!/bin/sh\necho Version: 4.9\n")
+    assert builder(tmp_path).fingerprint() not in found
+
+
+def test_an_index_is_fetched_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container of Debian's has sources, and no index of them."""
+    asked, index = tmp_path / "asked", tmp_path / "index"
+    made = builder(tmp_path)
+    suite = made.run.__globals__["suite"]()
+    says = f'echo "$@" >>{asked}\n[ "$1" != update ] || echo "Packages http://mirror {suite}" >{index}'
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{says}\n[ ! -f {index} ] || cat {index}\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    made.place.mkdir()
+    for _ in range(2):
+        assert made.debian() == [f"deb http://mirror {suite} main"]
+    assert asked.read_text().count("update") == 1
 
 
 @pytest.mark.image
