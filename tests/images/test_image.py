@@ -7,10 +7,11 @@ import os
 import runpy
 import shutil
 import signal
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from container import IMAGE, WORK, Container
@@ -31,6 +32,8 @@ SHOW = '#!/bin/sh\ncat /proc/$$/cmdline; echo; id -u; echo "$HOME"; touch /file 
 @pytest.fixture(scope="module", autouse=True)
 def image() -> None:
     """What is tested is what is in the checkout."""
+    if os.geteuid() != 0:
+        pytest.skip("the image is built and run by root")
     build = runpy.run_path(str(ROOT / "images" / "debian-cpu" / "build.py"))
     fresh = build["Builder"](WORK, "--with-engine" in os.environ.get("IMAGE", "")).is_built()
     assert fresh, "there is no image of this checkout: run make image"
@@ -223,9 +226,23 @@ def test_the_real_engine(container: Callable[..., Container]) -> None:
     assert time.monotonic() - started < 30
 
 
+def content(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    found = archive.extractfile(name)
+    assert found is not None, name
+    return found
+
+
 def test_the_archive_is_what_was_unpacked() -> None:
-    assert (IMAGE / "image.tar").is_file()
-    config = json.loads((IMAGE / "config.json").read_text())
+    sizes = {}
+    with tarfile.open(IMAGE / "image.tar") as archive:
+        (index,) = json.loads(content(archive, "manifest.json").read())
+        for layer in index["Layers"]:
+            with tarfile.open(fileobj=content(archive, layer)) as tar:
+                sizes |= {member.name: member.size for member in tar if member.isfile()}
+        config = json.loads(content(archive, index["Config"]).read())["config"]
+    assert len(sizes) > 1000
+    assert [name for name, size in sizes.items() if (IMAGE / "rootfs" / name).lstat().st_size != size] == []
+    assert config == json.loads((IMAGE / "config.json").read_text())
     assert config["Entrypoint"] == ["/opt/nvsnap/entrypoints/vllm"]
     assert config["User"].split(":")[0] not in ("", "0", "root")
     assert config["Healthcheck"]["Test"] == ["CMD", "nvsnap-launch", "wait", "ready", "--timeout", "0"]
