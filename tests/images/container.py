@@ -118,7 +118,7 @@ class Container:
             found = self.status()
             return found if found.get("state") == state else {}
 
-        return until(look, seconds, 0.1)
+        return until(look, seconds, every=0.1)
 
     def wait(self, seconds: float = 30) -> int:
         assert self.process is not None
