@@ -230,12 +230,12 @@ def test_a_bug_of_ours_and_a_process_that_cannot_be_killed(launcher: Launcher, t
     """KILL does not end a process that hangs in the kernel: the launcher ends all the same."""
     stuck = """
         import sys
-        from nvsnap_launch import supervisor
+        from nvsnap_launch import supervisor, tree
         from nvsnap_launch.controldir import ControlDirectory
         from nvsnap_launch.settings import Settings
 
         supervisor.GIVE_UP_S = 0.5
-        supervisor.send = lambda pid, number: True  # as if it hung
+        tree.send = lambda pid, number: True  # as if it hung
 
         class Broken(supervisor.Supervisor):
             def _on_signal(self, info):
