@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NAME = "localhost/nvsnap-launch-cpu"
 TOOLS = {"buildah": "buildah", "mmdebstrap": "mmdebstrap", "crun": "crun"}  # command: Debian's package
-PACKAGES = "python3,python3-venv,libnuma1,libstdc++6"
+PACKAGES = "python3,python3-dev,python3-venv,g++,libnuma1"  # torch compiles on CPU, also where vLLM is told to be eager
 BEAT_S = 10
 
 
@@ -153,7 +153,7 @@ class Builder:
             self.context.mkdir(exist_ok=True)
             sources = self.debian()
             command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", suite(), f"{base}.new", *sources]
-            self.step(f"Debian {suite()} from its packages (about 75 s)", [*command, "--format=tar"])
+            self.step(f"Debian {suite()} from its packages (a minute or two)", [*command, "--format=tar"])
             Path(f"{base}.new").rename(base)
             made.write_text(wanted)
         with tarfile.open(base) as tar:
