@@ -72,12 +72,12 @@ class Bench:
                 self.one(pair, position, kind)
 
     def warm_up(self) -> None:
-        """One start of each that does not count: files come into the page cache, compiled code into the engine's."""
+        """One run of each that does not count: files come into the page cache, compiled code into the engine's."""
         for kind in (BARE, LAUNCHED):
             self.session.report.say(f"warm-up: {kind}")
             with served(Server(self.session, kind)) as (server, taken):
                 self.note("warm-up", kind=kind, startup_s=taken)
-                self.measure(server, 1)
+                self.measure(server, self.blocks)
 
     def one(self, pair: int, position: int, kind: str) -> None:
         with served(Server(self.session, kind)) as (server, taken):

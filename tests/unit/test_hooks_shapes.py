@@ -36,6 +36,8 @@ def test_one_more_than_the_most_is_refused(name: str) -> None:
     fits = {other: limit for other, (limit, _) in shapes.LIMITS.items()}
     assert shapes.refusal("cpu", fits) is None
     assert shapes.refusal("cpu", {**fits, name: most + 1}) == reason
+    every = str(shapes.refusal("cpu", {other: limit + 1 for other, (limit, _) in shapes.LIMITS.items()}))
+    assert every.count(reason) == 1
     assert "cuda" in str(shapes.refusal("cuda", {**fits, name: most + 1}))
 
 

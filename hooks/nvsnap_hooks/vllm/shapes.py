@@ -31,6 +31,6 @@ def device_refusal(device: str) -> str | None:
 
 
 def refusal(device: str, shape: Mapping[str, int]) -> str | None:
-    """Why a server on this device and of this shape can't take part, as a sentence; None if it can."""
-    too_many = (reason for name, (most, reason) in LIMITS.items() if shape.get(name, most) > most)
-    return device_refusal(device) or next(too_many, None)
+    """Why a server on this device and of this shape can't take part, all of it; None if it can."""
+    too_many = dict.fromkeys(reason for name, (most, reason) in LIMITS.items() if shape.get(name, most) > most)
+    return device_refusal(device) or "; ".join(too_many) or None
