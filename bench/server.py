@@ -51,6 +51,7 @@ class Server:
             said = lambda: self.session.status().get("state") == "serving"  # noqa: E731
             wait_until(self.session.report, "'serving'", said, ACT_TIMEOUT_S, self.ended())
         self.session.track()
+        pin(self.members())
         return taken
 
     def _first_answer(self, started: float) -> float:
@@ -121,6 +122,21 @@ def acted(session: Session, before: int) -> bool:
     """An action after that generation is over, well or not."""
     status = session.status()
     return status.get("generation", 0) > before and status.get("state") not in ("preparing", "restoring")
+
+
+def pin(members: list[psutil.Process]) -> None:
+    """Keep every thread that is free to move off the cores to which vLLM has bound its workers' threads.
+
+    The engine core spins while it waits for a worker. On a bound worker's core it takes half of it for as long as the scheduler
+    likes, seconds at times, and that luck, not the launcher, decided the figures of a run on two cores.
+    """
+    threads = [thread.id for process in members for thread in process.threads()]
+    cores = {thread: os.sched_getaffinity(thread) for thread in threads}
+    free = set().union(*cores.values()) - set().union(*(found for found in cores.values() if len(found) == 1))
+    for thread, found in cores.items():
+        if len(found) > 1 and free:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, free)
 
 
 def pss(process: psutil.Process) -> int:

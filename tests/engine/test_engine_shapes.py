@@ -1,4 +1,4 @@
-"""Shapes of a server that can't be snapshotted: it serves under the launcher as it does without, and a prepare is refused at once."""
+"""Shapes of a server that can't be snapshotted: it serves as it does without the launcher, and a prepare is refused at once."""
 
 from __future__ import annotations
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from bench import results, run, soak, stats
+from bench import results, run, server, soak, stats
 from bench.run import Bench, described
 from bench.soak import Sample, Soak
 from bench.stats import Estimate
@@ -203,3 +208,23 @@ def test_memory_that_others_share_is_not_judged(tmp_path: Path) -> None:
 def test_files_left_in_shm_are_found(tmp_path: Path) -> None:
     (text,) = judged(tmp_path, [SAMPLE] * 12, shm=[4] * 11 + [5])
     assert text.startswith("/dev/shm")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes two cores")
+def test_what_is_free_to_move_is_kept_off_the_cores_of_bound_threads() -> None:
+    code = """
+        import os, sys, threading
+        threading.Thread(target=sys.stdin.read).start()
+        os.sched_setaffinity(threading.get_native_id(), {min(os.sched_getaffinity(0))})
+        print(flush=True)
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        server.pin([psutil.Process(child.pid)])
+        found = {thread.id: os.sched_getaffinity(thread.id) for thread in psutil.Process(child.pid).threads()}
+        child.communicate(b"")
+    bound = {min(os.sched_getaffinity(0))}
+    assert found.pop(child.pid) == bound
+    assert list(found.values()) == [os.sched_getaffinity(0) - bound]
