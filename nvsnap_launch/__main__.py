@@ -16,7 +16,7 @@ if not __package__:
     sys.path[:] = [os.path.dirname(_package), *(path for path in sys.path if path != _package)]  # noqa: PTH120
 
 RUN, STANDBY = "run", "standby"
-UNAVAILABLE = 69
+UNAVAILABLE, INTERRUPTED = 69, 130
 
 
 def _is_short_for_run(arguments: list[str]) -> bool:
@@ -56,6 +56,8 @@ def main() -> None:
             raise
         sys.stderr.write(f"nvsnap_launch: {sys.executable} has no module {error.name}: install nvsnap-launch for it\n")
         sys.exit(UNAVAILABLE)
+    except KeyboardInterrupt:  # while all that is loaded
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -95,10 +95,12 @@ class _History:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return b""
-        with os.fdopen(descriptor, "rb") as file, contextlib.suppress(OSError):
-            file.seek(self._seen)
-            return file.read()
-        return b""
+        try:
+            return os.pread(descriptor, max(0, os.fstat(descriptor).st_size - self._seen), self._seen)
+        except OSError:  # a folder, a pipe
+            return b""
+        finally:
+            os.close(descriptor)
 
 
 def _own_deadline(status: dict[str, Any], action: str) -> float:

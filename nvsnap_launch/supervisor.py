@@ -123,8 +123,13 @@ class Supervisor:
         except child.LaunchError as error:
             self._write_end(error.exit_code, str(error))
             raise
-        self._streams.started()
-        self._console.start()
+        try:
+            self._streams.started()
+            self._console.start()
+        except Exception as error:  # no thread to be had, no memory
+            self._kill_all()
+            self._write_end(protocol.EXIT_BUG, f"the engine's output could not be followed: {error}")
+            raise
         return pid, notes
 
     # The loop

@@ -9,16 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nvsnap_hooks.guard import STACKS_SIGNAL
 
 # Compiling the same modules again in each of some thousand processes is a fifth of what a stand-in engine takes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Under nohup all that is started here would ignore it, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """None may leave signals blocked in this process, or Ctrl-C and the time limits stop working."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    stacks = signal.getsignal(STACKS_SIGNAL)
     yield
+    signal.signal(STACKS_SIGNAL, stacks)  # a process that registers ignores it, and what it starts would as well
     after = signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert after == before, f"left blocked: {sorted(after - before)}"
 

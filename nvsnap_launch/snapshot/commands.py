@@ -110,6 +110,7 @@ def restore_command(
     env: dict[str, str | None] = {**changed, **dict.fromkeys(unset)}
     place = Path(settings.control_dir).absolute() if settings.control_dir else None
     options = restoration.Options(pid_namespace=pid_namespace, wait_timeout=wait_timeout, env=env, control_dir=place)
+    options.refuse_hidden(directory.absolute(), manifest)
     # Here, where the launcher's PID is the one that the user knows; the lock itself is taken in the new namespace.
     controldir.ControlDirectory(options.control(manifest)).refuse_one_in_use()
     return restoration.restore(directory.absolute(), criu_tool.find(settings.criu), settings, options)

@@ -73,6 +73,7 @@ def create(directory: Path, control: ControlDirectory, criu: Criu, options: Opti
         raise SnapshotError("taking a snapshot needs root (CRIU does)", protocol.EXIT_USAGE)
     os.umask(os.umask(SAFE_UMASK) | SAFE_UMASK)
     refuse_taken(directory)
+    refuse_shared_memory(directory, control.path)
     with signals_raise(), the_only_one(control), contextlib.ExitStack() as alone:
         refuse_taken(directory)  # again: another driver may have filled it
         criu.check()
@@ -217,6 +218,13 @@ def refuse_taken(directory: Path) -> None:
         raise SnapshotError(f"{directory} is a symbolic link to nothing", protocol.EXIT_USAGE)
     if directory.exists() and not (directory.is_dir() and is_free(directory)):
         raise SnapshotError(f"{directory} exists and is not an empty folder", protocol.EXIT_USAGE)
+
+
+def refuse_shared_memory(*places: Path) -> None:
+    for place in places:
+        if place.resolve().is_relative_to(saved.SHM):
+            text = f"{place} is in {saved.SHM}, and a restored server gets one of its own: use another folder"
+            raise SnapshotError(text, protocol.EXIT_USAGE)
 
 
 def is_free(directory: Path) -> bool:

@@ -8,6 +8,7 @@ the snapshot are done as root: all else, and the supervision, as the user that t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import signal
@@ -78,6 +79,14 @@ class Options:
 
     def elsewhere(self, manifest: Manifest) -> bool:
         return self.control(manifest) != Path(manifest.control_dir)
+
+    def refuse_hidden(self, directory: Path, manifest: Manifest) -> None:
+        """The folder here is mounted over the tree's own: whatever is in that can't be read any more."""
+        if self.elsewhere(manifest) and directory.resolve().is_relative_to(manifest.control_dir):
+            text = (
+                f"{directory} is in {manifest.control_dir}, which --control-dir hides from the restore: move it first"
+            )
+            raise SnapshotError(text, protocol.EXIT_USAGE)
 
     def metadata(self, manifest: Manifest) -> Path:
         """The metadata file by its name here."""
@@ -172,6 +181,17 @@ def end_what_criu_left() -> None:
 
 
 @contextlib.contextmanager
+def network_alone() -> Iterator[None]:
+    """One restore at a time in a network namespace: who listens where is only known once CRIU is done."""
+    descriptor = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def nameless_log() -> Iterator[int]:
     """A log for CRIU, in memory: however this process ends, nothing of it stays."""
     descriptor = os.memfd_create(RESTORE_LOG)
@@ -206,7 +226,8 @@ class Restoration:
                 self.put_files_back(owner)
             with owner.acting():
                 telling = self.tell()
-            with self.clock.step("criu"):
+            with self.clock.step("criu"), network_alone():
+                self.refuse_taken_addresses()
                 self.bring_back(owner)
             owner.become()
             return self.supervise(must_ask=telling == "ask")
@@ -216,6 +237,11 @@ class Restoration:
             raise SnapshotError(f"restore failed: {error}", EXIT_FAILED) from error
         finally:
             self.clean_up()
+
+    def refuse_taken_addresses(self) -> None:
+        """Again: CRIU would let two servers listen on one port, and each get half of the requests."""
+        for text in taken_addresses(self.manifest):
+            raise SnapshotError(text, EXIT_REFUSED)
 
     def mount_control(self, owner: Owner) -> None:
         """Make the control directory, and where it is elsewhere than then, mount it there."""

@@ -204,6 +204,19 @@ def network(commands: str) -> tuple[str, ...]:
     return ("unshare", "--net", "sh", "-ec", f'{commands}; exec "$@"', "sh", sys.executable)
 
 
+def test_what_would_be_out_of_reach_is_refused_first(lab: Lab) -> None:
+    """A restored server has a /dev/shm of its own, and another control directory is mounted over the tree's own."""
+    launcher = lab.launch()
+    refused = lab.run("snapshot", "create", "/dev/shm/nvsnap-image")
+    assert (refused.returncode, "gets one of its own: use another folder" in refused.stderr) == (64, True)
+    inside = lab.control / "image"
+    assert lab.run("snapshot", "create", str(inside)).returncode == 0
+    launcher.wait(20)
+    refused = lab.run("snapshot", "restore", str(inside), "--control-dir", str(lab.folder / "other"))
+    assert (refused.returncode, "hides from the restore: move it first" in refused.stderr) == (64, True)
+    assert not (lab.folder / "other").exists()
+
+
 def test_listening_addresses(lab: Lab) -> None:
     """One that is everywhere comes along; one that is not here, or in use here, is named before anything starts."""
     lab.host = "127.0.0.9"
@@ -229,6 +242,23 @@ def test_listening_addresses(lab: Lab) -> None:
         assert words in lab.words(name)
     lab.start("there", "snapshot", "restore", str(lab.image), *other, python=network("ip link set lo up"))
     wait_until(lambda: "serving after" in lab.words("there"), "the one with that address")
+
+
+def test_two_at_the_same_moment_in_one_network(lab: Lab) -> None:
+    """CRIU would let both listen on the one port: the second is refused, as if it had come later."""
+    launcher = lab.launch()
+    assert lab.create().returncode == 0
+    launcher.wait(20)
+    both = {
+        name: lab.start(name, "snapshot", "restore", str(lab.image), "--control-dir", str(lab.folder / name))
+        for name in ("a", "b")
+    }
+    wait_until(lambda: any(process.poll() is not None for process in both.values()), "one of them to be refused")
+    refused = next(name for name, process in both.items() if process.poll() is not None)
+    other = "ba"["ab".index(refused)]
+    assert both[refused].returncode == 64
+    assert "which is in use here" in lab.words(refused)
+    wait_until(lambda: "serving after" in lab.words(other), "the other one")
 
 
 @pytest.mark.parametrize(("host", "at"), [("0.0.0.0", "10.9.0.2"), ("[::]", "10.9.0.2"), ("[::]", "::1")])

@@ -13,7 +13,7 @@ from launching import Launcher
 from support import ROOT, wait_until
 
 from nvsnap_launch import rescue
-from nvsnap_launch.hooktree import procfs
+from nvsnap_launch.hooktree import procfs, protocol
 
 
 @pytest.mark.parametrize("code", [0, 1, 7, 255])
@@ -260,3 +260,17 @@ def test_status_after_the_end(launcher: Launcher) -> None:
     assert launcher.status()["exit"] == {"code": 7, "reason": "exit status 7"}
     assert launcher.run("true")[0] == 0
     assert launcher.status()["state"] == "ended"
+
+
+def test_a_launcher_that_can_start_no_thread_leaves_no_engine(launcher: Launcher) -> None:
+    """A limit on processes or memory that is met between the engine's start and ours."""
+    refuse = (
+        "import threading\ndef start(self): raise RuntimeError('no more threads')\nthreading.Thread.start = start\n"
+    )
+    folder = Path(launcher.script("sitecustomize.py", refuse)).parent
+    status, _, err = launcher.run("sleep", "98765", extra={"PYTHONPATH": f"{folder}:{ROOT}"})
+    assert status == 70
+    assert "no more threads" in err
+    end = protocol.read_json(launcher.control / "status.json") or {}
+    assert (end["state"], "could not be followed" in end["exit"]["reason"]) == ("failed", True)
+    assert not [pid for pid in procfs.all_pids() if procfs.command(pid) == ["sleep", "98765"] and procfs.alive(pid)]

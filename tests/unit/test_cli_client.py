@@ -121,3 +121,10 @@ def test_deadlines_that_are_none(control: ControlDirectory, monkeypatch: pytest.
         control.write_status("serving", leader=leader(os.getpid()), deadlines=deadlines)
         with pytest.raises(client.RequestFailed, match=r"within 0\.1 s"):
             client.request(control, "prepare")
+
+
+def test_a_history_that_is_a_folder_has_no_answer_in_it(control: ControlDirectory) -> None:
+    control.write_status("serving", leader=leader(os.getpid()))
+    (control.path / "events.jsonl").mkdir()
+    with pytest.raises(client.RequestFailed, match="the state is serving"):
+        client.request(control, "prepare", 0.2)
