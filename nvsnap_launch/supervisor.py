@@ -151,7 +151,8 @@ class Supervisor:
         give_up = time.monotonic() + GIVE_UP_S
         while self._tree.live() and time.monotonic() < give_up:
             self._tree.kill()
-            self._wait_a_little()
+            self._tree.reap()
+            time.sleep(_BUSY_S)
 
     def _attend(self) -> int:
         while not self._ended:

@@ -289,6 +289,7 @@ class Creation:
         self.made = False  # the partial folder is ours
         self.touched = False  # prepare was asked for, or found done
         self.unanswered = False  # it was asked for, and may yet be carried out
+        self.lived = {pid for pid in engine.tree.pids if procfs.alive(pid)}
         self.begun: dict[int, int] = {}  # start times of the processes to be frozen
         self.shared: int | None = None  # the tree's /dev/shm, open
         self.memory: set[str] = set()  # the tree's names in it
@@ -374,6 +375,7 @@ class Creation:
         # Left by a dump that failed before: CRIU would stumble over it.
         self.remove_remaps()
         self.begun = {pid: found[2] for pid in self.tree.pids if procfs.alive(pid) and (found := procfs.stat(pid))}
+        self.refuse_the_missing()
         self.open_shared_memory()
         self.write_phase("dumping")
         self.dumping = True
@@ -392,6 +394,15 @@ class Creation:
         """Links that CRIU made in /dev/shm in this dump, also when their process is dead: nobody else dumps there now."""
         found = set(os.listdir(self.shared)) - self.before if self.shared is not None else set()  # noqa: PTH208
         return {saved.SHM + name for name in found if name.startswith(saved.LINK_REMAP)}
+
+    def refuse_the_missing(self) -> None:
+        """A process that died since it was prepared, unnoticed: CRIU would freeze the zombie. Raises SnapshotError."""
+        frozen = {procfs.inner_pid(pid) for pid in self.begun}
+        engine = {int(process["pid"]) for process in (self.control.status() or {}).get("processes") or ()}
+        zombies = {procfs.inner_pid(pid) for pid in self.lived.intersection(self.tree.pids) - self.begun.keys()}
+        dead = sorted(engine - frozen | zombies)
+        if dead:
+            raise SnapshotError(f"process {dead[0]} died before it was frozen")
 
     def refuse_the_dead(self) -> None:
         """/proc shows nothing of a dead process, and its image would lack what it held. Raises SnapshotError."""

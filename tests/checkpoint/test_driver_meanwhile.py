@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from driver_lab import Connection, Lab, check_serving, state_of, wait_until, wrapper
+from support import status_in
 
 from nvsnap_launch.snapshot import pending
 
@@ -264,3 +265,15 @@ def test_an_image_of_unknown_form_holds_no_signals(tmp_path: Path, core: bytes) 
     assert pending.in_images(image(tmp_path, core)) == set()
     (tmp_path / "core-8.img").write_bytes(b"x")
     assert pending.in_images(tmp_path) == set()
+
+
+def test_a_process_that_dies_right_after_the_prepare_is_not_left_out(lab: Lab) -> None:
+    """Its parent stands still by then: the image would hold a zombie in its place."""
+    lab.launch()
+    leader = lab.ask()["pid"]
+    creating = lab.start("create", "snapshot", "create", str(lab.image))
+    wait_until(lambda: status_in(lab.control).get("state") == "prepared", "the prepare")
+    os.kill(next(pid for pid in lab.stand_ins() if pid != leader), signal.SIGSEGV)
+    assert creating.wait(30) == 1, lab.words("create")
+    assert " died " in lab.words("create")
+    assert not lab.image.exists()
