@@ -387,7 +387,7 @@ class Creation:
         with contextlib.suppress(OSError):
             self.shared = os.open(self.tree.files / "dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self.before = set(os.listdir(self.shared))  # noqa: PTH208
-            names = saved.shared_memory(self.tree)
+            names = saved.own_memory(self.tree)
             self.memory = names | saved.other_names(self.tree.files, names)
 
     def new_remaps(self) -> set[str]:
@@ -529,7 +529,7 @@ class Creation:
             with self.clock.step("undo"):
                 self.bring_back()
             return
-        names = saved.shared_memory(self.tree) | saved.link_remaps(self.tree)
+        names = saved.own_memory(self.tree) | saved.link_remaps(self.tree)
         names |= saved.other_names(self.tree.files, names)
         others = {name for name in names if not name.startswith(saved.SHM)}
         with contextlib.suppress(OSError):

@@ -110,6 +110,11 @@ def shared_memory(tree: Tree) -> set[str]:
     return {name for name in tree.paths() if name.startswith(SHM) and not name.endswith(DELETED)}
 
 
+def own_memory(tree: Tree) -> set[str]:
+    """Those of them that go with the tree. What it only reads (weights that somebody put there) is not its own."""
+    return shared_memory(tree) & tree.written_paths()
+
+
 def other_names(files: Path, names: set[str]) -> set[str]:
     """Further names in /dev/shm of the same files: a link that is not restored as one would be another file."""
     with contextlib.suppress(OSError):
@@ -157,6 +162,8 @@ def put_back(directory: Path, file: SavedFile) -> None:
 def put_content(source: int, file: SavedFile) -> None:
     """As put_back, with the saved content already open."""
     first, *others = file.names
+    if first.startswith(SHM):  # the server's own is empty
+        Path(first).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     target = os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     made = [first]
     try:

@@ -89,6 +89,11 @@ class Tree:
         opened = {item.target for item in self.descriptors() if item.target.startswith("/")}
         return self.mapped_paths() | opened
 
+    def written_paths(self) -> set[str]:
+        """Those that the tree shares with others to write: open for writing, or mapped so."""
+        opened = {item.target for item in self.descriptors() if item.writable}
+        return opened | {path for pid in self.pids for path in written_paths(pid)}
+
     def held_inodes(self) -> set[int]:
         """Inode numbers of the files that the tree has mapped or open."""
         opened = {info.st_ino for item in self.descriptors() if (info := item.info())}
@@ -178,6 +183,12 @@ def descriptors(pid: int) -> Iterator[Descriptor]:
 def mapped_paths(pid: int) -> set[str]:
     """Paths in proc(5) maps, those of deleted files with their mark."""
     return {path for _, _, path in procfs.mappings(pid) if path.startswith("/")}
+
+
+def written_paths(pid: int) -> set[str]:
+    """Paths in proc(5) maps that are mapped ``rw-s``, or with more."""
+    fields = (line.split(None, 5) for line in read(pid, "maps").splitlines())
+    return {found[5] for found in fields if len(found) == 6 and found[1][1] + found[1][3] == "ws"}
 
 
 def mapped_inodes(pid: int) -> set[int]:

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from driver_lab import ROOT, Lab, make_lab, wait_until
+from driver_lab import ROOT, STAND_IN, Lab, make_lab, wait_until
 from moving import Copy, digest, texts
 from support import STANDIN, fetch
 
@@ -199,9 +200,32 @@ def test_a_control_directory_of_a_running_copy_is_refused(moved: Moved) -> None:
     assert moved.right(first)
 
 
+@pytest.fixture
+def shm_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nvsnap-test-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
 def network(commands: str) -> tuple[str, ...]:
     """Python in a new network, after these commands."""
     return ("unshare", "--net", "sh", "-ec", f'{commands}; exec "$@"', "sh", sys.executable)
+
+
+def test_what_the_engine_only_reads_in_shared_memory_stays(lab: Lab, shm_folder: Path) -> None:
+    """Weights that somebody put there: not the engine's to take away. In a /dev/shm of its own it finds them again."""
+    weights = shm_folder / "weights"
+    weights.write_bytes(b"w" * 50_000)
+    command = [sys.executable, str(STAND_IN), f"{lab.host}:{lab.port}", lab.shm]
+    launcher = lab.start(
+        "launcher", "run", "--", "sh", "-c", 'exec 9<"$1"; shift; exec "$@"', "sh", str(weights), *command
+    )
+    wait_until(lab.ask, "the stand-in")
+    made = lab.create()
+    assert made.returncode == 0, made.stderr
+    launcher.wait(20)
+    assert weights.stat().st_size == 50_000
+    lab.restore("restore")
+    assert lab.ask()["mode"] == "restored"
 
 
 def test_what_would_be_out_of_reach_is_refused_first(lab: Lab) -> None:
