@@ -132,9 +132,13 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
     earlier = _left_by_an_earlier_launcher(control)
     next_by = time.monotonic() + min(timeout, _NEXT_S)
     watch = _Watch(control, timeout)
+    before = (control.status() or {}).get("generation")
     while True:
         status = control.status() or {}
         found = status.get("state")
+        refused = _refusal(status) if wanted == protocol.PREPARED else ""
+        if refused and status.get("generation") != before:
+            raise RequestFailed(refused)
         another_may_come = time.monotonic() < next_by or (watch.has_time() and control.holder())
         if status != earlier or not another_may_come:
             if _reached(wanted, status) and (wanted in _OVER or watch.somebody()):
@@ -143,7 +147,15 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
         if found == wanted and status != earlier:
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
-            watch.pause(f"state {wanted} was not reached", launcher_may_come=True)
+            last = f" ({refused})" if refused else ""
+            watch.pause(f"state {wanted} was not reached{last}", launcher_may_come=True)
+
+
+def _refusal(status: dict[str, Any]) -> str:
+    """What kept the last prepare from being done; empty where it was, or is under way."""
+    last = status.get("last") or {}
+    refused = status.get("state") == protocol.SERVING and last.get("action") == protocol.PREPARE and not last.get("ok")
+    return f"the last prepare was refused: {last.get('error')}" if refused else ""
 
 
 def _reached(wanted: str, status: dict[str, Any]) -> bool:

@@ -128,3 +128,20 @@ def test_a_history_that_is_a_folder_has_no_answer_in_it(control: ControlDirector
     (control.path / "events.jsonl").mkdir()
     with pytest.raises(client.RequestFailed, match="the state is serving"):
         client.request(control, "prepare", 0.2)
+
+
+def test_a_prepare_that_is_refused_ends_the_wait_for_it(control: ControlDirectory) -> None:
+    """Who signalled and waits learns the reason; of a refusal from before only when the time is up."""
+    refused = {"action": "prepare", "ok": False, "error": "a socket was left"}
+    control.write_status("serving", leader=leader(os.getpid()), generation=3, last=refused)
+    with pytest.raises(client.RequestFailed, match=r"within 0.2 s.*a socket was left|a socket was left.*within 0.2 s"):
+        client.wait_for(control, "prepared", 0.2)
+    later = threading.Timer(
+        0.3, lambda: control.write_status("serving", leader=leader(os.getpid()), generation=5, last=refused)
+    )
+    later.start()
+    begin = time.monotonic()
+    with pytest.raises(client.RequestFailed, match=r"^the last prepare was refused: a socket was left$"):
+        client.wait_for(control, "prepared", 60)
+    assert time.monotonic() - begin < 30
+    later.join()
