@@ -292,3 +292,18 @@ def test_a_criu_that_is_too_old_or_none_is_refused(lab: Lab) -> None:
     )
     missing = lab.run("snapshot", "create", str(lab.image), "--criu", str(lab.folder / "none"))
     assert (missing.returncode, "is not there" in missing.stderr) == (64, True)
+
+
+def test_a_control_directory_that_is_full_in_the_end(lab: Lab) -> None:
+    """The image is whole, and the launcher has to know: its engine did not die, it lives on."""
+    lab.control.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "none", str(lab.control)], check=True)
+    try:
+        launcher = lab.launch()
+        fill = f'{{real}} "$@" || exit; dd if=/dev/zero of={lab.control}/fill bs=512 2>/dev/null; exit 0'
+        made = lab.create("--criu", wrapper(lab, fill))
+        assert made.returncode == 0, made.stderr
+        assert launcher.wait(20) == 0, lab.words("launcher")
+        assert json.loads((lab.control / "dump.json").read_text())["phase"] == "done"
+    finally:
+        subprocess.run(["umount", "--lazy", str(lab.control)], check=True)
