@@ -89,7 +89,8 @@ def check_owner(path: Path) -> None:
         raise ControlDirectoryError(f"control directory {path} is not a directory")
     if found.st_uid != os.geteuid():
         raise ControlDirectoryError(
-            f"control directory {path} belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this"
+            f"control directory {path} belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this: "
+            "name a folder inside it, which is then made"
         )
     if found.st_mode & 0o022:
         raise ControlDirectoryError(
