@@ -116,11 +116,10 @@ class Control:
 
     def _end(self, fatal: Fatal) -> None:
         control_dir = self.config["control_dir"]
-        leave_verdict(control_dir, fatal)  # first of all: the engine may end by itself at any moment now
         told = fatal
         with contextlib.suppress(Exception):
             told = Fatal(fatal.exit_code, "; ".join(filter(None, [str(fatal), guard.diagnosis(control_dir)])))
-            leave_verdict(control_dir, told)
+        leave_verdict(control_dir, told)  # once, and whole: the engine may end by itself at any moment now
         say(str(told))
         self.machine.publish_failed(told)
         end_tree(control_dir, told)
