@@ -290,3 +290,14 @@ def small_disk(place: Path, size: str, mode: str = "1777") -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+def kill_driver_after_dump(lab: Lab) -> None:
+    """A driver of ``snapshot create`` that is killed when CRIU has left the tree stopped."""
+    mark = lab.folder / "dumped"
+    slow = wrapper(lab, f'{{real}} "$@"; touch {mark}; exec sleep 5')
+    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
+    wait_until(mark.exists, "the dump")
+    wait_until(lambda: all(state_of(pid) == "T" for pid in lab.stand_ins()), "the tree to be stopped")
+    driver.kill()
+    driver.wait(20)

@@ -8,7 +8,18 @@ import subprocess
 import sys
 
 import pytest
-from driver_lab import ROOT, STAND_IN, Connection, Lab, check_serving, small_disk, state_of, wait_until, wrapper
+from driver_lab import (
+    ROOT,
+    STAND_IN,
+    Connection,
+    Lab,
+    check_serving,
+    kill_driver_after_dump,
+    small_disk,
+    state_of,
+    wait_until,
+    wrapper,
+)
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
 
@@ -150,13 +161,7 @@ def test_a_driver_killed_after_the_dump_leaves_a_server_that_serves(lab: Lab) ->
     """CRIU has left the tree stopped and nobody is there to go on: the launcher does."""
     lab.launch()
     client = Connection(lab.port)
-    mark = lab.folder / "dumped"
-    slow = wrapper(lab, f'{{real}} "$@"; touch {mark}; exec sleep 5')
-    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
-    wait_until(mark.exists, "the dump")
-    wait_until(lambda: all(state_of(pid) == "T" for pid in lab.stand_ins()), "the tree to be stopped")
-    driver.kill()
-    driver.wait(20)
+    kill_driver_after_dump(lab)
     wait_until(lambda: lab.state() == "serving", "serving again")
     assert client.ask("set still")["child"]["start"] == "still"
     assert [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"] == []

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from driver_lab import Connection, Lab, check_serving, state_of, wait_until, wrapper
+from driver_lab import Connection, Lab, check_serving, kill_driver_after_dump, state_of, wait_until, wrapper
 from support import status_in
 
 from nvsnap_launch.snapshot import pending
@@ -158,13 +158,7 @@ def test_a_driver_killed_with_a_restored_server_frozen_leaves_one_that_serves(la
     assert launcher.wait(20) == 0
     lab.restore("first", "--pid-namespace", "new")
     lab.image.rename(lab.folder / "first-image")
-    mark = lab.folder / "dumped"
-    slow = wrapper(lab, f'{{real}} "$@"; touch {mark}; exec sleep 5')
-    driver = lab.start("create", "snapshot", "create", str(lab.image), "--criu", slow)
-    wait_until(mark.exists, "the dump")
-    wait_until(lambda: all(state_of(pid) == "T" for pid in lab.stand_ins()), "the tree to be stopped")
-    driver.kill()
-    driver.wait(20)
+    kill_driver_after_dump(lab)
     wait_until(lambda: lab.state() == "serving", "serving again")
     assert lab.ask("set still")["child"]["start"] == "still"
     assert [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"] == []
