@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +34,23 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def end_processes(pids: Iterable[int]) -> None:
+    """Kill them and wait until they hold no file any more: what is not our child is gone later than the signal."""
+    killed = list(pids)
+    for pid in killed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: all(state_of(pid) in "ZX" for pid in killed))
+
+
+def state_of(pid: int) -> str:
+    """The letter of proc_pid_stat(5): Z once a dying process has let go of all but its entry, X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def status_in(control: Path) -> dict[str, Any]:

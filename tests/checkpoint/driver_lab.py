@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import support
-from support import ROOT, free_port
+from support import ROOT, end_processes, free_port, state_of
 
 from nvsnap_launch.hooktree import HOOKS_DIR
 from nvsnap_launch.snapshot import manifest as manifests
@@ -166,9 +166,7 @@ class Lab:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait()
-        for pid in self.stand_ins():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end_processes(self.stand_ins())
         for path in SHM.iterdir():
             if path.name.startswith(self.shm):
                 path.unlink()
@@ -276,10 +274,6 @@ def check_serving(lab: Lab, client: Connection, state: str = "serving") -> None:
     assert [name for name in lab.left_in_shm() if "link_remap" in name] == []
     stopped = [pid for pid in lab.stand_ins() if state_of(pid) in "Tt"]
     assert stopped == []
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextlib.contextmanager

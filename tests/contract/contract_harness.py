@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support import ROOT, STANDIN, free_port, status_in
+from support import ROOT, STANDIN, end_processes, free_port, status_in
 from support import wait_until as until
 
 from nvsnap_launch.hooktree import procfs
@@ -173,11 +173,7 @@ class Engine:
             self.note_tree()
             self.process.kill()
             self.process.wait()
-        for pid in self.left():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        end_processes(self.left())
 
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from support import ROOT, status_in, wait_until
+from support import ROOT, end_processes, status_in, wait_until
 
 from nvsnap_launch.hooktree import procfs
 
@@ -88,9 +87,7 @@ class Launcher:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in below:
-            if procfs.alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        end_processes(below)
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
