@@ -1,0 +1,77 @@
+"""vLLM's own NCCL communicators (``pynccl.py``, ``PyNcclCommunicator``, vLLM 0.20.2 to 0.33.0).
+
+Every communicator that vLLM makes goes through ``NCCLLibrary``, so its calls are counted there, whoever makes them: which
+are live is known without a search. NCCL's windows (``pynccl_allocator.py``, VLLM_USE_NCCL_SYMM_MEM) are refused: graphs and
+scratch buffers live in memory that is registered with one communicator.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from . import versions
+from .communicators import Communicators
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from .site import Site
+
+# ncclComm_t of each communicator that was made and not destroyed.
+_live: set[int] = set()
+
+
+def wrap_comm_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``NCCLLibrary.ncclCommInitRank``."""
+
+    def ncclCommInitRank(*args: Any, **kwargs: Any) -> Any:
+        comm = original(*args, **kwargs)
+        _live.add(comm.value)
+        return comm
+
+    return ncclCommInitRank
+
+
+def wrap_comm_end(original: Callable[..., None]) -> Callable[..., None]:
+    """For ``NCCLLibrary.ncclCommDestroy`` and ``ncclCommAbort``."""
+
+    def end(library: Any, comm: Any) -> None:
+        original(library, comm)
+        _live.discard(comm.value)
+
+    return end
+
+
+class Pynccl(Communicators):
+    name = "pynccl"
+    attribute = "pynccl_comm"
+
+    def obstacles(self, site: Site) -> list[str]:
+        windows = sys.modules.get(versions.running["nccl_windows"].module)
+        found = [(c, communicator) for c, communicator, _ in self.find(site)]
+        owned = {communicator.comm.value for _, communicator in found}
+        foreign, unseen = _live - owned, owned - _live
+        return [
+            *(["NCCL windows are in use (VLLM_USE_NCCL_SYMM_MEM)"] if getattr(windows, "_mem_pool", None) else ()),
+            *([f"{len(foreign)} NCCL communicators belong to no group"] if foreign else ()),
+            *([f"{len(unseen)} NCCL communicators were made unseen"] if unseen else ()),
+            *(f"{c.unique_name} was not made over its CPU group" for c, p in found if p.group is not c.cpu_group),
+            *(f"{c.unique_name} is suspended" for c, p in found if getattr(p, "_suspended", False)),
+        ]
+
+    def has_state(self, communicator: Any) -> bool:
+        return bool(communicator.available and communicator.comm)
+
+    def free(self, communicator: Any) -> None:
+        comm, communicator.comm = communicator.comm, None
+        communicator.available, communicator.disabled = False, True
+        if comm is not None:
+            communicator.nccl.ncclCommDestroy(comm)
+
+    def parameters(self, communicator: Any) -> dict[str, Any]:
+        return {}
+
+    def residue(self) -> list[str]:
+        return [f"communicator {comm:#x} is live" for comm in sorted(_live)]

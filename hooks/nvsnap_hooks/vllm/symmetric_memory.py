@@ -1,0 +1,50 @@
+"""vLLM's all-reduce over torch's symmetric memory (``symm_mem.py``, ``SymmMemCommunicator``, vLLM 0.20.2 to 0.33.0).
+
+One buffer a group. It is mapped also where the communicator turned itself off later, for want of multicast: such a one loses
+its buffer and stays off. FlashInfer's and models' own symmetric memory is theirs to release; what is left of it is found here.
+"""
+
+from __future__ import annotations
+
+from .. import registry
+from ..torch import symmetric_memory
+from .communicators import Communicators, Held
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .site import Site
+
+
+class SymmetricMemory(Communicators):
+    name = "symmetric memory"
+    attribute = "symm_mem_comm"
+
+    def obstacles(self, site: Site) -> list[str]:
+        followed = registry.patches.get("symmetric_rendezvous")
+        if followed != registry.APPLIED:
+            return [f"torch's rendezvous can't be followed: {followed}"]
+        return symmetric_memory.obstacles(site.device)
+
+    def has_state(self, communicator: Any) -> bool:
+        return hasattr(communicator, "buffer")
+
+    def release(self, site: Site) -> dict[str, Any]:
+        count = super().release(site)
+        symmetric_memory.release()
+        return count
+
+    def free(self, communicator: Any) -> None:
+        communicator.disabled = True
+        vars(communicator).pop("buffer", None)
+
+    def _rebuild(self, held: Held) -> None:
+        if not held.disabled:
+            super()._rebuild(held)
+
+    def parameters(self, communicator: Any) -> dict[str, Any]:
+        return {"force_multimem": communicator.force_multimem, "max_size_override": communicator.max_size}
+
+    def residue(self) -> list[str]:
+        return symmetric_memory.residue()

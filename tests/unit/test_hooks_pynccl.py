@@ -1,0 +1,143 @@
+"""vLLM's NCCL communicators: each is counted from its creation, all are destroyed, and new ones take their places."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from communicators_support import DEVICE, RANKS, Group, Site, on_all, regroup
+from nvsnap_hooks.vllm import pynccl, versions
+from nvsnap_hooks.vllm.pynccl import Pynccl
+
+_handles = itertools.count(0x5500, 0x10)
+
+
+class NCCLLibrary:
+    """The three calls of vLLM 0.26.0's that make and end communicators."""
+
+    failures = 0
+
+    def ncclCommInitRank(self, world_size: int, unique_id: object, rank: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(next(_handles))
+
+    def ncclCommDestroy(self, comm: ctypes.c_void_p) -> None:
+        assert comm.value
+        if NCCLLibrary.failures:
+            NCCLLibrary.failures -= 1
+            raise RuntimeError("NCCL error: unhandled cuda error")
+
+    def ncclCommAbort(self, comm: ctypes.c_void_p) -> None: ...
+
+
+class PyNcclCommunicator:
+    """What vLLM 0.26.0's has."""
+
+    def __init__(self, group: Any, device: Any, library_path: str | None = None) -> None:
+        self.group, self.nccl, self.device = group, NCCLLibrary(), device
+        self.available, self.disabled = True, False
+        self.comm = self.nccl.ncclCommInitRank(RANKS, None, group.rank)
+
+
+@pytest.fixture(autouse=True)
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    windows = SimpleNamespace(_mem_pool=None)
+    monkeypatch.setattr(versions, "running", {"nccl_windows": SimpleNamespace(module="the_allocator")})
+    monkeypatch.setitem(sys.modules, "the_allocator", windows)
+    monkeypatch.setattr(pynccl, "_live", set())
+    wrappers: list[tuple[str, Callable[..., Any]]] = [
+        ("ncclCommInitRank", pynccl.wrap_comm_init),
+        ("ncclCommDestroy", pynccl.wrap_comm_end),
+        ("ncclCommAbort", pynccl.wrap_comm_end),
+    ]
+    for name, wrap in wrappers:
+        monkeypatch.setattr(NCCLLibrary, name, wrap(getattr(NCCLLibrary, name)))
+    monkeypatch.setattr(NCCLLibrary, "failures", 0)
+    yield windows
+
+
+def start() -> list[Site]:
+    group = Group()
+    sites = [Site(group, rank) for rank in range(RANKS)]
+    for site in sites:
+        site.communicator.pynccl_comm = PyNcclCommunicator(site.coordinator.cpu_group, DEVICE)
+    return sites
+
+
+def alone() -> Site:
+    """One rank: the other has its own process, and so its own count."""
+    site = Site(Group())
+    site.communicator.pynccl_comm = PyNcclCommunicator(site.coordinator.cpu_group, DEVICE)
+    return site
+
+
+def test_a_cycle_destroys_all_and_keeps_the_objects() -> None:
+    sites = start()
+    parts = [Pynccl() for _ in sites]
+    olds = [site.communicator.pynccl_comm for site in sites]
+    for _ in range(2):
+        before = {old.comm.value for old in olds}
+        assert len(parts[0].residue()) == RANKS
+        assert on_all(lambda rank: parts[rank].release(sites[rank])) == [{"communicators": 1}] * RANKS
+        assert [site.log[-2:] for site in sites] == [["synchronize", "barrier"]] * RANKS
+        assert parts[0].residue() == []
+        assert all(old.disabled and not old.available and old.comm is None for old in olds)
+
+        regroup(sites)
+        assert on_all(lambda rank: parts[rank].reacquire(sites[rank])) == [{"communicators": 1}] * RANKS
+        for site, old in zip(sites, olds, strict=True):
+            assert site.communicator.pynccl_comm is old and old.available and not old.disabled
+            assert old.group is site.coordinator.cpu_group and old.comm.value not in before
+
+
+def test_one_that_is_not_destroyed_is_named_and_the_next_try_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    site, part = alone(), Pynccl()
+    monkeypatch.setattr(site, "barrier", lambda _: None)
+    comm = site.communicator.pynccl_comm.comm.value
+    NCCLLibrary.failures = 1
+    with pytest.raises(RuntimeError, match="unhandled cuda error"):
+        part.release(site)
+    assert not part.released and site.communicator.pynccl_comm.disabled
+    assert part.release(site) == {"communicators": 1} and part.released
+    assert part.residue() == [f"communicator {comm:#x} is live"]
+
+
+def test_what_could_not_be_brought_back_is_found_first(wrapped: SimpleNamespace) -> None:
+    site, part = alone(), Pynccl()
+    communicator = site.communicator.pynccl_comm
+    assert part.obstacles(site) == []
+
+    stranger = NCCLLibrary().ncclCommInitRank(2, None, 0)
+    assert part.obstacles(site) == ["1 NCCL communicators belong to no group"]
+    NCCLLibrary().ncclCommAbort(stranger)
+    assert part.obstacles(site) == []
+
+    wrapped._mem_pool = object()
+    assert part.obstacles(site) == ["NCCL windows are in use (VLLM_USE_NCCL_SYMM_MEM)"]
+    wrapped._mem_pool = None
+
+    communicator._suspended = True  # vLLM 0.30.0 and later
+    assert part.obstacles(site) == ["tp:0 is suspended"]
+    communicator._suspended = False
+
+    communicator.group = object()  # a StatelessProcessGroup
+    assert part.obstacles(site) == ["tp:0 was not made over its CPU group"]
+
+
+def test_one_that_was_made_unseen_is_refused() -> None:
+    site, part = alone(), Pynccl()
+    pynccl._live.clear()
+    assert part.obstacles(site) == ["1 NCCL communicators were made unseen"]
+
+
+def test_one_that_vllm_turned_off_is_left_alone() -> None:
+    site, part = alone(), Pynccl()
+    communicator = site.communicator.pynccl_comm
+    communicator.nccl.ncclCommAbort(communicator.comm)
+    communicator.available, communicator.disabled = False, True
+    assert part.obstacles(site) == [] and part.release(site) == {} and part.reacquire(site) == {}
+    assert not communicator.available

@@ -1,0 +1,164 @@
+"""Symmetric memory: what a rendezvous mapped is known until its storage and its handle are gone."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from communicators_support import DEVICE, Group, Site
+from nvsnap_hooks import registry
+from nvsnap_hooks.torch import symmetric_memory
+from nvsnap_hooks.vllm.symmetric_memory import SymmetricMemory
+
+SIZE = 1 << 20
+
+
+class Storage:
+    def nbytes(self) -> int:
+        return SIZE
+
+
+class StorageWeakRef:
+    """As torch's (``torch.multiprocessing.reductions``)."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._reference = weakref.ref(storage)
+
+    def expired(self) -> bool:
+        return self._reference() is None
+
+
+class Tensor:
+    """A tensor, or a view of one: its storage may outlive it."""
+
+    def __init__(self, storage: Storage | None = None) -> None:
+        self._storage = storage or Storage()
+
+    def untyped_storage(self) -> Storage:
+        return self._storage
+
+
+class Handle: ...
+
+
+@pytest.fixture(autouse=True)
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """As much of torch 2.11 as is asked, the rendezvous wrapped."""
+    module = SimpleNamespace(
+        __name__="torch.distributed._symmetric_memory",
+        rendezvous=symmetric_memory.wrap_rendezvous(lambda tensor, group: Handle()),
+        get_backend=lambda device: "CUDA",
+        _group_name_to_store={},
+        _group_name_to_workspace_tensor={},
+        _symm_mem_pools={},
+    )
+    distributed = SimpleNamespace(_symmetric_memory=module)
+    reductions = SimpleNamespace(StorageWeakRef=StorageWeakRef)
+    for name, value in {
+        "torch": SimpleNamespace(distributed=distributed),
+        "torch.distributed": distributed,
+        "torch.distributed._symmetric_memory": module,
+        "torch.multiprocessing": SimpleNamespace(reductions=reductions),
+        "torch.multiprocessing.reductions": reductions,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, value)
+    monkeypatch.setattr(symmetric_memory, "_blocks", [])
+    monkeypatch.setattr(symmetric_memory, "_pools", [])
+    monkeypatch.setitem(registry.patches, "symmetric_rendezvous", registry.APPLIED)
+    yield module
+
+
+class SymmMemCommunicator:
+    """What vLLM 0.26.0's has; ``multicast``: whether it finds what it needs."""
+
+    multicast = True
+
+    def __init__(self, group: Any, device: Any, force_multimem: Any = None, max_size_override: Any = None) -> None:
+        self.disabled = True
+        self.group, self.device, self.max_size = group, device, max_size_override or 4 * SIZE
+        self.buffer = Tensor()
+        sys.modules["torch.distributed._symmetric_memory"].rendezvous(self.buffer, "3")
+        if self.multicast:
+            self.force_multimem, self.disabled = force_multimem, False
+
+
+def start(monkeypatch: pytest.MonkeyPatch, **parameters: Any) -> Site:
+    site = Site(Group())
+    monkeypatch.setattr(site, "barrier", lambda coordinator: site.log.append("barrier"))
+    site.communicator.symm_mem_comm = SymmMemCommunicator(site.coordinator.cpu_group, DEVICE, **parameters)
+    return site
+
+
+def test_a_cycle_drops_the_buffer_and_keeps_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    site, part = start(monkeypatch, max_size_override=5), SymmetricMemory()
+    old = site.communicator.symm_mem_comm
+    for _ in range(2):
+        assert part.obstacles(site) == []
+        assert part.residue() == [f"1.0 MiB, made in {__name__}, is still mapped"]
+        assert part.release(site) == {"communicators": 1} and part.residue() == []
+        assert site.log[-2:] == ["synchronize", "barrier"]
+        assert old.disabled and not hasattr(old, "buffer") and part.release(site) == {}
+        site.coordinator.cpu_group = object()
+        assert part.reacquire(site) == {"communicators": 1} and part.reacquire(site) == {}
+        assert site.communicator.symm_mem_comm is old and not old.disabled
+        assert (old.group, old.max_size, old.force_multimem) == (site.coordinator.cpu_group, 5, None)
+
+
+def test_one_without_multicast_has_a_buffer_to_lose_and_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SymmMemCommunicator, "multicast", False)
+    site, part = start(monkeypatch), SymmetricMemory()
+    assert len(part.residue()) == 1
+    part.release(site)
+    assert part.residue() == []
+    part.reacquire(site)
+    assert part.residue() == [] and site.communicator.symm_mem_comm.disabled
+
+
+def test_a_view_or_a_handle_keeps_the_memory(torch: SimpleNamespace) -> None:
+    tensor = Tensor()
+    view, handle = Tensor(tensor.untyped_storage()), torch.rendezvous(tensor, "3")
+    del tensor
+    assert len(symmetric_memory.residue()) == 1
+    del view
+    assert len(symmetric_memory.residue()) == 1, "the handle is left"
+    del handle
+    assert symmetric_memory.residue() == []
+    torch.rendezvous(Tensor(), "3")
+    assert len(symmetric_memory._blocks) == 1, "what is gone is forgotten"
+
+
+def test_memory_of_others_is_named(monkeypatch: pytest.MonkeyPatch, torch: SimpleNamespace) -> None:
+    site, part = start(monkeypatch), SymmetricMemory()
+    asked: dict[str, Any] = {"__name__": "a_model", "symmetric": torch, "tensor": Tensor()}
+    exec("symmetric.rendezvous(tensor, '3')", asked)
+    part.release(site)
+    assert part.residue() == ["1.0 MiB, made in a_model, is still mapped"]
+
+
+def test_what_torch_keeps_is_dropped(torch: SimpleNamespace) -> None:
+    tensor = Tensor()
+    torch._group_name_to_workspace_tensor.update({"3": tensor, "4": None})
+    torch._symm_mem_pools["cuda:0"] = pool = Handle()
+    symmetric_memory.release()
+    assert not torch._group_name_to_workspace_tensor and not torch._symm_mem_pools
+    mapped = f"1.0 MiB, made in {torch.__name__}, is still mapped"
+    assert symmetric_memory.residue() == [mapped, "a pool is still referenced"], "somebody holds them"
+    del tensor, pool
+    assert symmetric_memory.residue() == []
+
+
+def test_what_torch_would_not_let_go_of_is_refused(monkeypatch: pytest.MonkeyPatch, torch: SimpleNamespace) -> None:
+    site, part = start(monkeypatch), SymmetricMemory()
+    torch._group_name_to_store["3"] = object()
+    assert part.obstacles(site) == ["torch keeps the store of group 3"]
+    torch._group_name_to_store.clear()
+    torch.get_backend = lambda device: "NVSHMEM"
+    assert part.obstacles(site) == ["torch's NVSHMEM backend can't give up memory"]
+    monkeypatch.setitem(registry.patches, "symmetric_rendezvous", "missing: torch.distributed._symmetric_memory")
+    assert part.obstacles(site) == [
+        "torch's rendezvous can't be followed: missing: torch.distributed._symmetric_memory"
+    ]
