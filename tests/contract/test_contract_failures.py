@@ -186,10 +186,10 @@ def test_a_version_that_is_not_in_the_table(start: Start, tmp_path: Path, versio
 
 def test_a_device_that_is_not_covered(start: Start) -> None:
     """A verified version on GPUs: its graphs and peer memory would stay, and such an image could never be restored."""
-    engine = start(ranks=1, env={"STANDIN_DEVICE": "cuda"}).serving()
+    engine = start(ranks=1, env={"STANDIN_DEVICE": "xpu"}).serving()
     found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))
     assert (found["state"], found["last"]["ok"]) == ("serving", False)
-    assert found["last"]["error"] == "vLLM on cuda is not supported yet, only its CPU build"
+    assert found["last"]["error"] == "vLLM on xpu is not supported, only on NVIDIA GPUs and its CPU build"
     engine.answers(ranks=1)
 
 

@@ -187,6 +187,7 @@ def test_status_in_words_and_as_it_is(tmp_path: Path) -> None:
         "generation": 4,
         "mode": "restored",
         "graphs": "captured",
+        "graphs_error": "recapture failed on rank 1",
         "snapshot_ready": True,
         "engine": {"name": "vllm", "version": "0.32.0", "verified": True, "level": "criu"},
         "leader": {"pid": 999999999, "pid_namespace": 0, "cookie": "c"},
@@ -217,6 +218,7 @@ def test_status_in_words_and_as_it_is(tmp_path: Path) -> None:
     assert status == 0
     for words in (
         "prepared (generation 4, restored, graphs captured, ready for a snapshot)",
+        "\ngraphs: serves without them: recapture failed on rank 1\n",
         "PID 999999999) is dead",
         "vllm 0.32.0 (verified, level criu)",
         "worker rank 1: PID 11, patched, holds a socket",
@@ -348,10 +350,10 @@ def test_doctor_names_a_refused_argument_and_fails(tmp_path: Path) -> None:
     ("device", "line"),
     [
         ("cpu", "ok      device: cpu"),
-        ("cuda", "MISSING device: prepare will be refused: vLLM on cuda is not supported yet, only its CPU build"),
+        ("cuda", "ok      device: cuda"),
         (
-            "",
-            "MISSING device: prepare will be refused: vLLM on an unknown device is not supported yet, only its CPU build",
+            "xpu",
+            "MISSING device: prepare will be refused: vLLM on xpu is not supported, only on NVIDIA GPUs and its CPU build",
         ),
     ],
 )

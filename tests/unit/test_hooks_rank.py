@@ -33,8 +33,8 @@ class Resource:
 
 
 def test_a_half_released_rank_with_a_leftover_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_coordinators", list)
-    monkeypatch.setattr(worker, "_prove", dict)
+    monkeypatch.setattr(worker, "Site", lambda _: SimpleNamespace(coordinators=[], foreign=[], on_gpu=False))
+    monkeypatch.setattr(worker, "_prove", lambda _: {})
     wrapper = SimpleNamespace(global_rank=1, rpc_rank=1)
     rank = worker._Rank.of(wrapper)
     for name, failures in (("broadcasters", 0), ("cpu_shm", 0), ("groups", 1)):

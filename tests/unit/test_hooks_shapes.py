@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,30 @@ def test_another_api_server_of_the_same_engine_does_not_lead(tmp_path: Path) -> 
     assert json.loads(found.stdout) == [None, None, "server", 1, ["processes"]]
 
 
-@pytest.mark.parametrize("name", shapes.LIMITS)
+ON_CPU = {**shapes.LIMITS, **shapes.CPU_LIMITS}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
 def test_one_more_than_the_most_is_refused(name: str) -> None:
-    most, reason = shapes.LIMITS[name]
-    fits = {other: limit for other, (limit, _) in shapes.LIMITS.items()}
+    most, reason = ON_CPU[name]
+    fits = {other: limit for other, (limit, _) in ON_CPU.items()}
+    more = {**fits, name: most + 1}
     assert shapes.refusal("cpu", fits) is None
-    assert shapes.refusal("cpu", {**fits, name: most + 1}) == reason
-    every = str(shapes.refusal("cpu", {other: limit + 1 for other, (limit, _) in shapes.LIMITS.items()}))
+    assert shapes.refusal("cpu", more) == reason
+    every = str(shapes.refusal("cpu", {other: limit + 1 for other, (limit, _) in ON_CPU.items()}))
     assert every.count(reason) == 1
-    assert "cuda" in str(shapes.refusal("cuda", {**fits, name: most + 1}))
+    assert shapes.refusal("cuda", more) == (reason if name in shapes.LIMITS else None)
+
+
+@pytest.mark.parametrize("device", ["xpu", "tpu", "rocm", ""])
+def test_other_devices_are_refused_whatever_the_shape(device: str) -> None:
+    assert f"vLLM on {device or 'an unknown device'} is not supported" in str(shapes.refusal(device, {}))
+
+
+def test_what_calls_itself_cuda_may_be_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hip, name in (("7.0", "rocm"), (None, "cuda")):
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(version=types.SimpleNamespace(hip=hip)))
+        assert (shapes.name_of("cuda"), shapes.name_of("cpu")) == (name, "cpu")
 
 
 @pytest.mark.parametrize(

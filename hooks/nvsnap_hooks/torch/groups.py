@@ -164,9 +164,8 @@ def _c10d() -> Any:
 
 
 def _timeout(group: Any) -> timedelta:
-    import torch
-
-    backend = group._get_backend(torch.device("cpu"))
+    """A group of NCCL alone has no backend for the CPU, one of gloo none for a GPU."""
+    backend = group._get_backend(group._device_types[0])
     timeout: timedelta = backend.options._timeout
     return timeout
 

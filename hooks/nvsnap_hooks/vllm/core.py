@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
     Report = dict[str, Any]
 
+# Calls of vLLM's sleep mode (EngineCore, 0.20.2 to 0.33.0), and the time that the ranks get to make ready for one.
+SLEEP_CALLS = ("sleep", "wake_up", "is_sleeping")
+SLEEP_SECONDS = 60.0
+
 
 def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
     """Becomes a method of EngineCoreProc, called by the leader as a utility. Never raises: the report says what went wrong."""
@@ -82,8 +86,27 @@ class _Gate:
 
     def do_ranks(self, options: dict[str, Any]) -> Report:
         """One action on every rank at one step. ``options``: action, arguments, timeout (seconds)."""
-        ranks = self._ranks(options["action"], options.get("arguments") or {}, options["timeout"])
+        action, arguments = options["action"], dict(options.get("arguments") or {})
+        if action == "release":
+            self._give_up_cache(arguments)
+        if action == "recapture" and self._asleep():
+            arguments["count"] = 0  # the weights are not there
+        ranks = self._ranks(action, arguments, options["timeout"])
         return {"ranks": ranks, "ok": all(rank["ok"] for rank in ranks)}
+
+    def _give_up_cache(self, arguments: dict[str, Any]) -> None:
+        """Before the ranks give the KV cache's memory back: parked requests give up their blocks and are computed again, and
+        no prefix is kept. Not on CPU, where memory is cheap, nor while vLLM sleeps: then it is gone already."""
+        if arguments.get("kv_cache") != "release":
+            return
+        if self.core.vllm_config.device_config.device_type != "cuda" or self._asleep():
+            arguments["kv_cache"] = "keep"
+        else:
+            self._scheduler("reset_prefix_cache", True)
+
+    def _asleep(self) -> bool:
+        """vLLM's sleep mode (level 1 or 2), which gave weights and KV cache up by itself."""
+        return bool(getattr(self.core.model_executor, "is_sleeping", False))
 
     def do_hold(self, _: dict[str, Any]) -> Report:
         """Nothing runs until ``open``: the main loop stays in our ``_process_input_queue``."""
@@ -130,10 +153,18 @@ class _Gate:
         kind = request_type.name
         if kind == "ABORT":
             self._abort(request_type, request)
+        elif kind == "UTILITY" and self.held and request[2] in SLEEP_CALLS:
+            self._sleep_call(request_type, request)
         elif kind == "ADD" or (kind == "UTILITY" and request[2] != METHOD):
             self.waiting.append((request_type, request))
         else:
             self._core("core_requests", request_type, request)
+
+    def _sleep_call(self, request_type: Any, request: Any) -> None:
+        """vLLM's sleep mode works while prepared, too: it moves memory of each rank alone."""
+        if request[2] == "sleep":
+            self._ranks("before_sleep", {}, SLEEP_SECONDS)
+        self._core("core_requests", request_type, request)
 
     def _abort(self, request_type: Any, request_ids: list[str]) -> None:
         """The client of a waiting request is gone: it is dropped and never runs. One that runs is aborted as ever."""

@@ -16,20 +16,24 @@ from ..torch.groups import Groups
 from . import versions
 from .broadcast import Broadcasters
 from .cpu_shm import CpuShm
+from .site import Part, Site
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from .gpu import Gpu
+
     Report = dict[str, Any]
     Step = tuple[str, Callable[[], Any]]
 
 
 def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
-    """One action on this rank: check, release, reacquire, residue or environment.
+    """One action on this rank: check, release, reacquire, recapture, residue or environment.
 
-    Returns ``{rank, pid, ok, error, seconds, steps[{name, seconds, …}], residue[], leaked{}}``; seconds are wall time.
+    Returns ``{rank, pid, ok, error, seconds, steps[{name, seconds, …}], residue[], leaked{}, graphs{captured, total}}``;
+    seconds are wall time; graphs only of a rank on a GPU.
     """
     rank = _Rank.of(wrapper)
     started = time.monotonic()
@@ -57,9 +61,11 @@ class _Rank:
         config = protocol.Config.from_environment() or protocol.Config()
         self.control_dir: str = config.get("control_dir", "")
         self.rank: int = getattr(wrapper, "global_rank", None) or wrapper.rpc_rank
+        self.wrapper = wrapper
         self.broadcasters = Broadcasters()
         self.cpu_shm = CpuShm()
         self.groups = Groups()
+        self.gpu: Gpu | None = None  # made when the rank is first asked for something, and is on a GPU
         self._begun = False
 
     @classmethod
@@ -68,60 +74,108 @@ class _Rank:
             cls._of[id(wrapper)] = cls(wrapper)
         return cls._of[id(wrapper)]
 
-    def do_check(self, report: Report, _: dict[str, Any]) -> None:
-        """Nothing is touched: what would keep this rank from coming back."""
-        coordinators = _coordinators()
-        report["residue"] = [
-            *_foreign_coordinators(),
-            *(self.groups.obstacles(coordinators) if coordinators else ()),
-            *self.cpu_shm.obstacles(_shm_ranks(coordinators)),
-        ]
+    def _site(self) -> Site:
+        site = Site(self.wrapper)
+        if self.gpu is None and site.on_gpu:
+            from .gpu import Gpu
 
-    def do_release(self, report: Report, _: dict[str, Any]) -> None:
-        self._release(report)
-        self.do_residue(report, {})
+            self.gpu = Gpu()
+        return site
 
-    def _release(self, report: Report) -> None:
-        self._begun = True
-        coordinators = _coordinators()
-        self._run(
-            report,
-            (self.broadcasters.name, lambda: self.broadcasters.release(coordinators)),
-            (self.cpu_shm.name, lambda: self.cpu_shm.release(_shm_ranks(coordinators))),
-            (self.groups.name, lambda: self.groups.release(coordinators)),
+    def _parts(self, site: Site, options: dict[str, Any]) -> list[Part]:
+        """In the order of release. Options are those of the action that is under way."""
+        coordinators = site.coordinators
+        broadcasters = Part(
+            self.broadcasters,
+            lambda: [],
+            lambda: self.broadcasters.release(coordinators),
+            self.broadcasters.reacquire,
         )
+        cpu_shm = Part(
+            self.cpu_shm,
+            lambda: self.cpu_shm.obstacles(_shm_ranks(coordinators)),
+            lambda: self.cpu_shm.release(_shm_ranks(coordinators)),
+            lambda: self.cpu_shm.reacquire(options["token"], _barrier),
+        )
+        groups = Part(
+            self.groups,
+            lambda: self.groups.obstacles(coordinators) if coordinators else [],
+            lambda: self.groups.release(coordinators),
+            lambda: self.groups.reacquire(options["init_method"]),
+        )
+        if self.gpu is None:
+            return [broadcasters, cpu_shm, groups]
+        first, last = self.gpu.parts(site, options)
+        return [*first, broadcasters, groups, *last]
+
+    def do_check(self, report: Report, options: dict[str, Any]) -> None:
+        """Nothing is touched: what would keep this rank from coming back."""
+        site = self._site()
+        report["residue"] = [
+            *(f"{type(c).__name__} {c.unique_name} keeps no rank lists" for c in site.foreign),
+            *(reason for part in self._parts(site, options) for reason in part.obstacles()),
+        ]
+        self._note_graphs(report, site)
+
+    def do_release(self, report: Report, options: dict[str, Any]) -> None:
+        self._release(report, options)
+        self.do_residue(report, options)
+
+    def _release(self, report: Report, options: dict[str, Any]) -> None:
+        self._begun = True
+        site = self._site()
+        self._run(report, *((part.resource.name, part.release) for part in self._parts(site, options)))
+        if self.gpu is not None:
+            self._run(report, (self.gpu.name, lambda: self.gpu.trim(site) if self.gpu else {}))
 
     def do_reacquire(self, report: Report, options: dict[str, Any]) -> None:
         """``options``: init_method (a fresh ``file://`` path), token (hex, the same on all ranks, fresh)."""
-        self._finish_release(report)
+        self._finish_release(report, options)
+        site = self._site()
+        parts = self._parts(site, options)
         self._run(
             report,
-            (self.groups.name, lambda: self.groups.reacquire(options["init_method"])),
-            (self.cpu_shm.name, lambda: self.cpu_shm.reacquire(options["token"], _barrier)),
-            (self.broadcasters.name, self.broadcasters.reacquire),
-            ("new transport works", _prove),
+            *((part.resource.name, part.reacquire) for part in reversed(parts)),
+            ("new transport works", lambda: _prove(site)),
         )
         self._begun = False
+        self._note_graphs(report, site)
 
-    def do_residue(self, report: Report, _: dict[str, Any]) -> None:
-        report["residue"] = [
-            f"{resource.name}: {left}"
-            for resource in (self.broadcasters, self.cpu_shm, self.groups)
-            for left in resource.residue()
-        ]
+    def do_recapture(self, report: Report, options: dict[str, Any]) -> None:
+        """``options``: count, the most graphs to capture in this call. With requests running: the engine is between steps."""
+        site = self._site()
+        if self.gpu is not None:
+            self._run(report, ("recapture", lambda: self.gpu.recapture(site, options["count"]) if self.gpu else {}))
+        self._note_graphs(report, site)
+
+    def _note_graphs(self, report: Report, site: Site) -> None:
+        if self.gpu is not None:
+            report["graphs"] = self.gpu.graph_count(site)
+
+    def do_residue(self, report: Report, options: dict[str, Any]) -> None:
+        site = self._site()
+        resources = [part.resource for part in self._parts(site, options)]
+        report["residue"] = [f"{resource.name}: {left}" for resource in resources for left in resource.residue()]
         report["leaked"] = {
             "threads": len(os.listdir("/proc/self/task")),
             "mappings": len(procfs.mappings(os.getpid())),
         }
+        if self.gpu is not None:
+            report["residue"] += self.gpu.residue(site)
+            report["leaked"].update(self.gpu.memory(site))
+
+    def do_before_sleep(self, _: Report, __: dict[str, Any]) -> None:
+        if self.gpu is not None:
+            self.gpu.kv_cache.before_sleep()
 
     def do_environment(self, _: Report, options: dict[str, Any]) -> None:
         environment.apply(options["env"])
         _forget_cached_environment()
 
-    def _finish_release(self, report: Report) -> None:
+    def _finish_release(self, report: Report, options: dict[str, Any]) -> None:
         """A rank whose release stopped half way joins the others: only from the same point can all rebuild together."""
-        if self._begun and not all(r.released for r in (self.broadcasters, self.cpu_shm, self.groups)):
-            self._release(report)  # what it leaves was reported by the release: it is no reason not to come back
+        if self._begun and not all(part.resource.released for part in self._parts(self._site(), options)):
+            self._release(report, options)  # what it leaves was reported: it is no reason not to come back
 
     @staticmethod
     def _run(report: Report, *steps: Step) -> None:
@@ -136,28 +190,6 @@ class _Rank:
                 raise
             finally:
                 step["seconds"] = round(time.monotonic() - started, 4)
-
-
-def _all_coordinators() -> list[Any]:
-    """Every live coordinator, oldest first, once each though several names may lead to it."""
-    found: dict[int, Any] = {}
-    for reference in list(versions.load("groups")._groups.values()):
-        coordinator = reference()
-        if coordinator is not None:
-            found.setdefault(id(coordinator), coordinator)
-    return list(found.values())
-
-
-def _coordinators() -> list[Any]:
-    return [c for c in _all_coordinators() if hasattr(c, "group_ranks")]
-
-
-def _foreign_coordinators() -> list[str]:
-    return [
-        f"{type(c).__name__} {c.unique_name} keeps no rank lists"
-        for c in _all_coordinators()
-        if c not in _coordinators()
-    ]
 
 
 def _shm_ranks(coordinators: list[Any]) -> dict[str, int]:
@@ -177,13 +209,16 @@ def _barrier() -> None:
     dist.barrier(versions.load("groups")._WORLD.cpu_group)
 
 
-def _prove() -> dict[str, Any]:
-    """One all-reduce through each coordinator's own path. Raises RuntimeError on a wrong sum."""
+def _prove(site: Site) -> dict[str, Any]:
+    """One all-reduce through each coordinator's own path. Raises RuntimeError on a wrong sum.
+
+    On a GPU a group without a communicator of the engine's is left alone: torch would make an NCCL communicator for this.
+    """
     import torch
 
     proven = 0
-    for coordinator in _coordinators():
-        if coordinator.world_size == 1:
+    for coordinator in site.coordinators:
+        if coordinator.world_size == 1 or (site.on_gpu and coordinator.device_communicator is None):
             continue
         total = torch.ones(8, device=coordinator.device)
         if coordinator.device_communicator is None:

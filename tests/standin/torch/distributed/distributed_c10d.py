@@ -58,6 +58,8 @@ class Transport:
 
 
 class ProcessGroup:
+    _device_types = ("cpu",)
+
     def __init__(self, ranks, backend, timeout, transport):
         self.ranks, self.backend, self.transport = ranks, backend, transport
         self.options = SimpleNamespace(_timeout=timeout)

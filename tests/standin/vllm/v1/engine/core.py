@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 class EngineCoreProc:
     def __init__(self, vllm_config, connection):
-        self.config = vllm_config
+        self.vllm_config = vllm_config
         self.input_queue, self.output_queue = queue.SimpleQueue(), queue.SimpleQueue()
         self.scheduler = Scheduler()
         self.counts = {"started": 0, "finished": 0, "aborted": 0}
@@ -112,7 +112,7 @@ class EngineCoreProc:
         batch = [(request.prompt, request.done) for request in running]
         rows = self.model_executor.collective_rpc("execute_model", args=(batch,))
         assert all(row == rows[0] for row in rows), rows
-        time.sleep(self.config.token_seconds)
+        time.sleep(self.vllm_config.token_seconds)
         for request, token in zip(running, rows[0]):
             request.done += 1
             finished = request.done >= request.max_tokens

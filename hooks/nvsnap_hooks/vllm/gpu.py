@@ -1,0 +1,104 @@
+"""What a rank on a GPU has besides its groups, in the order of release: graphs, FlashInfer workspaces, all-to-all managers,
+symmetric memory, custom all-reduce, pynccl; then the groups (worker.py); then the KV cache.
+
+Graphs go first: destroying a communicator that a live graph captured hangs. Each resource is one file beside this one.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from ..cuda import peers
+from ..flashinfer.workspaces import Workspaces
+from .all_to_all import AllToAll
+from .custom_all_reduce import CustomAllReduce
+from .graphs import Graphs
+from .kv_cache import KvCache
+from .pynccl import Pynccl
+from .recapture import Recapture
+from .site import Part
+from .symmetric_memory import SymmetricMemory
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .site import Site
+
+MIB = 1 << 20
+
+
+class Gpu:
+    """The resources of one rank on a GPU."""
+
+    name = "GPU memory"
+
+    def __init__(self) -> None:
+        self.graphs = Graphs()
+        self.before_groups = (
+            self.graphs,
+            Workspaces(),
+            AllToAll(),
+            SymmetricMemory(),
+            CustomAllReduce(),
+            Pynccl(),
+        )
+        self.kv_cache = KvCache()
+        self._recapture = Recapture(self.graphs)
+
+    def parts(self, site: Site, options: dict[str, Any]) -> tuple[list[Part], list[Part]]:
+        """What is released before the groups, and what after. ``options``: kv_cache, release or keep."""
+        mode = options.get("kv_cache", "keep")
+        cache = Part(
+            self.kv_cache,
+            lambda: self.kv_cache.obstacles(site),
+            lambda: self.kv_cache.release(site, mode),
+            lambda: self.kv_cache.reacquire(site),
+        )
+        return [_part(resource, site) for resource in self.before_groups], [cache]
+
+    def trim(self, site: Site) -> dict[str, Any]:
+        """Give what torch holds in reserve back to the driver. A collection takes 0.3 s in an engine: only when it helps."""
+        import torch
+
+        if any(resource.residue() for resource in self.before_groups):
+            gc.collect()
+        site.synchronize()
+        torch.cuda.empty_cache()
+        return self.memory(site)
+
+    def memory(self, site: Site) -> dict[str, Any]:
+        """``{weights_mib, reserved_mib}``: the model's parameters and buffers, and all that torch holds on this GPU."""
+        import torch
+
+        return {
+            "weights_mib": weights(site.runner.model) // MIB,
+            "reserved_mib": torch.cuda.memory_reserved(site.device) // MIB,
+        }
+
+    def residue(self, site: Site) -> list[str]:
+        """What the driver still sees of other GPUs, whoever holds it."""
+        return [f"peers: {left}" for left in peers.residue(site.device.index)]
+
+    def recapture(self, site: Site, count: int) -> dict[str, Any]:
+        return self._recapture.step(site, count)
+
+    def graph_count(self, site: Site) -> dict[str, int]:
+        """``{captured, total}``; total is 0 for an engine that runs without graphs."""
+        return self._recapture.count(site)
+
+
+def _part(resource: Any, site: Site) -> Part:
+    return Part(
+        resource,
+        lambda: [f"{resource.name}: {reason}" for reason in resource.obstacles(site)],
+        lambda: resource.release(site),
+        lambda: resource.reacquire(site),
+    )
+
+
+def weights(model: Any) -> int:
+    """Bytes of a model's parameters and buffers on a GPU, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
+    return sum(storages.values())

@@ -1,0 +1,98 @@
+"""What belongs to one rank of vLLM's, looked up anew at each action: where the resources of this rank find their objects."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from . import versions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+
+class Part(NamedTuple):
+    """A resource with its calls bound to the action that is under way."""
+
+    resource: Any
+    obstacles: Callable[[], list[str]]
+    release: Callable[[], dict[str, Any]]
+    reacquire: Callable[[], dict[str, Any]]
+
+
+class Site:
+    """One rank: its worker, model runner and configuration, and the group coordinators, oldest first.
+
+    Every resource takes one: ``obstacles(site)`` (nothing is touched: why it could not be brought back), ``release(site)``
+    and ``reacquire(site)`` (collective: all ranks, in step; counts for the report), and ``residue()``.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        every = _all_coordinators()
+        self.coordinators = [c for c in every if hasattr(c, "group_ranks")]
+        self.foreign = [c for c in every if not hasattr(c, "group_ranks")]
+
+    @property
+    def worker(self) -> Any:
+        """vLLM's Worker (of a GPU: ``vllm.v1.worker.gpu_worker``)."""
+        return self.wrapper.worker
+
+    @property
+    def runner(self) -> Any:
+        return self.worker.model_runner
+
+    @property
+    def config(self) -> Any:
+        """The VllmConfig of this rank."""
+        return self.worker.vllm_config
+
+    @property
+    def device(self) -> Any:
+        """``torch.device`` of this rank."""
+        return self.coordinators[0].device
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.coordinators) and getattr(self.device, "type", "cpu") == "cuda"
+
+    def communicators(self) -> list[tuple[Any, Any]]:
+        """(coordinator, its device communicator) of each group that has one; a communicator that two share comes once."""
+        found: dict[int, tuple[Any, Any]] = {}
+        for coordinator in self.coordinators:
+            communicator = coordinator.device_communicator
+            if communicator is not None:
+                found.setdefault(id(communicator), (coordinator, communicator))
+        return list(found.values())
+
+    def synchronize(self) -> None:
+        """All work that was submitted to this rank's GPU has ended."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def barrier(coordinator: Any) -> None:
+        """All ranks of the group are here. Over the CPU group: never NCCL."""
+        import torch.distributed as dist
+
+        dist.barrier(group=coordinator.cpu_group)
+
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[None]:
+        """vLLM's communicators ask for the current configuration when they are made (``set_current_vllm_config``)."""
+        with versions.load("set_config")(self.config):
+            yield
+
+
+def _all_coordinators() -> list[Any]:
+    """Every live coordinator, oldest first, once each though several names may lead to it."""
+    found: dict[int, Any] = {}
+    for reference in list(versions.load("groups")._groups.values()):
+        coordinator = reference()
+        if coordinator is not None:
+            found.setdefault(id(coordinator), coordinator)
+    return list(found.values())
