@@ -1,0 +1,230 @@
+"""CUDA graphs are captured again by the engine's own code, a few at a call, between two steps of an engine that serves.
+
+Why that does no harm to running requests (read in 0.20.2, 0.22.1, 0.26.0 and 0.33.0, both model runners). A step's sampling
+ends in the call of the core's that began it, so none is half done here. What a capture runs the model on is dummy: its slots
+are all -1, where no cache kernel writes (V2 ``get_dummy_slot_mappings``, V1 ``_dummy_run``). What it puts into the runner's
+input buffers (lengths, offsets, slots, block tables) every step writes anew before it reads, from states that no capture
+touches: V2 ``req_states``, ``block_tables``; V1 ``input_batch``, ``requests``. ``live_state_at_risk`` names what is otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import sys
+import time
+
+from ..shadow import instead, quiet
+from . import versions
+from .graphs import Piece, budget
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+    from typing import Any
+
+    from .graphs import Graphs
+    from .site import Site
+
+# Caches that are written by slot and by nothing else (vllm/v1/kv_cache_interface.py).
+WRITTEN_BY_SLOT = frozenset(
+    "FullAttentionSpec MLAAttentionSpec SlidingWindowSpec ChunkedLocalAttentionSpec EncoderOnlyAttentionSpec".split()
+)
+SPARE = 1 << 30  # bytes: with less free, what torch holds in reserve goes back first, as a capture can't make it
+
+
+class Recapture:
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        self._stream: Any = None
+
+    def count(self, site: Site) -> dict[str, int]:
+        """``{captured, total}`` of the shapes to capture; total is 0 for an engine that runs without graphs."""
+        total = len(self.graphs.holders(site).pieces)
+        return {"captured": total - len(self.graphs.pending), "total": total}
+
+    def step(self, site: Site, count: int) -> dict[str, Any]:
+        """Capture the next ``count`` shapes on this rank. Collective. Returns ``{captured, total, seconds}``, and ``waits``:
+        why nothing was captured while there are requests. Raises on every rank when one fails; all are eager then."""
+        started = time.monotonic()
+        pieces = self._next(site, count)
+        risk = live_state_at_risk(site) if pieces else None
+        if risk and has_requests(site.runner):
+            return {**self.count(site), "waits": risk}
+        if pieces:
+            self._capture_together(site, pieces)
+        return {**self.count(site), "seconds": round(time.monotonic() - started, 4)}
+
+    def _next(self, site: Site, count: int) -> list[Piece]:
+        """0.22 to 0.24: a speculator's capture takes what the runner's made in the same call, so there all go at once."""
+        capture = getattr(getattr(site.runner, "speculator", None), "capture", None)
+        if count and capture is not None and inspect.signature(capture).parameters:
+            count = len(self.graphs.pending)
+        return self.graphs.pending[:count]
+
+    def _capture_together(self, site: Site, pieces: list[Piece]) -> None:
+        error: Exception | None = None
+        try:
+            self._capture(site, pieces)
+        except Exception as found:
+            error = found
+        if not _on_all_ranks(site, error is None):
+            self.graphs.start_over(site)
+            try:
+                raise error or RuntimeError("another rank could not capture its CUDA graphs")
+            finally:
+                error = None  # else error and frame keep each other alive, and with them a graph in the engine's frames
+        del self.graphs.pending[: len(pieces)]
+        self.graphs.settle()
+
+    def _capture(self, site: Site, pieces: list[Piece]) -> None:
+        import torch
+
+        site.synchronize()
+        if len(self.graphs.pending) == len(self.graphs.holders(site).pieces) or torch.cuda.mem_get_info()[0] < SPARE:
+            torch.cuda.empty_cache()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(site.device)
+        self.graphs.use()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet())
+            for shadow in (*self._only(site, pieces), *_undisturbed(torch), *self._surroundings(site, torch)):
+                stack.enter_context(shadow)
+            site.runner.capture_model()
+            site.synchronize()
+        if len(pieces) == len(self.graphs.pending):
+            torch.cuda.empty_cache()
+
+    def _only(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """The engine's capture finds these pieces to capture and no others."""
+        held = self.graphs.holders(site)
+        wanted = {(id(piece.owner), piece.mode, piece.shape) for piece in pieces}
+
+        def chosen(owner: Any, mode: Any, shapes: list[Any]) -> list[Any]:
+            return [shape for shape in shapes if (id(owner), mode, shape) in wanted]
+
+        for manager in held.managers:
+            by_mode = manager._capture_descs.items()
+            yield instead(manager, _capture_descs={mode: chosen(manager, mode, shapes) for mode, shapes in by_mode})
+        for dispatcher in held.dispatchers[:1]:
+            every = [(mode, chosen(dispatcher, mode, shapes)) for mode, shapes in dispatcher.get_capture_descs()]
+            some = [(mode, shapes) for mode, shapes in every if shapes]
+            yield instead(dispatcher, get_capture_descs=lambda some=some: some)
+        for encoder in held.encoders:
+            yield _only_budgets(encoder, wanted)
+
+    def _surroundings(self, site: Site, torch: ModuleType) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """No progress bar. One stream for all calls: torch shares a pool's memory between the captures of one stream only."""
+        names = [type(site.runner).__module__, versions.running["groups"].module]
+        names += [cls.__module__ for found in self.graphs.holders(site).managers for cls in type(found).__mro__]
+        for module in {name: sys.modules[name] for name in names if name.startswith("vllm.")}.values():
+            if hasattr(module, "tqdm"):
+                yield instead(module, tqdm=lambda iterable, *_, **__: iterable)
+            if hasattr(module, "graph_capture"):
+                yield instead(module, graph_capture=self._on_one_stream(module.graph_capture, torch))
+        monitor = versions.load("graph_monitor")
+        yield instead(monitor, cudagraph_capturing_enabled=True)
+        if getattr(site.runner, "adaptive_verification", None) is not None:  # it measures the engine after each capture
+            yield instead(site.runner, adaptive_verification=None)
+
+    def _on_one_stream(self, graph_capture: Callable[..., Any], torch: ModuleType) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def wrapped(*args: Any, **named: Any) -> Iterator[Any]:
+            with graph_capture(*args, **named) as context:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    yield context
+
+        return wrapped
+
+
+@contextlib.contextmanager
+def _only_budgets(encoder: Any, wanted: set[Any]) -> Iterator[None]:
+    """An encoder's capture finds these budgets only, and goes on in the memory pool of the calls before."""
+    capture, capture_one, pool = encoder.capture, encoder._capture_budget_graph, getattr(encoder, "graph_pool", None)
+
+    def one(*args: Any, **named: Any) -> None:
+        if (id(encoder), None, budget(args, named)) in wanted:
+            capture_one(*args, **named)
+
+    def all_of_them(*args: Any, **named: Any) -> None:
+        capture(*([pool] if args or named else []))  # 0.20 to 0.22 have no pool for it
+
+    with instead(encoder, capture=all_of_them, _capture_budget_graph=one):
+        yield
+
+
+def _undisturbed(torch: ModuleType) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Nothing is collected nor given back at each graph, which takes longer than the graph itself. What the engine had frozen
+    out of the collector's sight stays so. Other threads may use the GPU: one copies the results of the step before."""
+
+    def nothing(*_: Any, **__: Any) -> int:
+        return 0
+
+    yield _no_collections()
+    yield instead(gc, collect=nothing, freeze=nothing, unfreeze=nothing)
+    for owner, name in (
+        (torch.cuda, "empty_cache"),
+        (torch.accelerator, "empty_cache"),
+        (torch._C, "_host_emptyCache"),
+    ):
+        if hasattr(owner, name):
+            yield instead(owner, **{name: nothing})
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def capture_begin(graph: Any, *args: Any, **named: Any) -> Any:
+        return begin(graph, *args, **{**named, "capture_error_mode": "thread_local"})
+
+    yield instead(torch.cuda.CUDAGraph, capture_begin=capture_begin)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def live_state_at_risk(site: Site) -> str | None:
+    """What a capture would do to requests that are not finished, or None."""
+    config = site.config
+    if config.lora_config is not None:
+        return "a capture unloads the LoRA adapters"
+    if config.speculative_config is not None:
+        return "a capture may overwrite the drafts of speculative decoding"
+    if config.model_config.is_encoder_decoder:
+        return "a capture may overwrite cross-attention states"
+    groups = site.runner.kv_cache_config.kv_cache_groups
+    kinds = {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)}
+    others = sorted(kinds - WRITTEN_BY_SLOT)
+    return f"a capture may overwrite states that requests keep ({', '.join(others)})" if others else None
+
+
+def _specs(spec: Any) -> list[Any]:
+    """A group of layers of one type (``UniformTypeKVCacheSpecs``) has one for each layer."""
+    each = getattr(spec, "kv_cache_specs", None)
+    return list(each.values()) if each else [spec]
+
+
+def has_requests(runner: Any) -> bool:
+    """Requests that this rank knows and was not yet told to forget (V2: ``req_states``)."""
+    states = getattr(runner, "req_states", None)
+    return bool(runner.requests if states is None else states.req_id_to_index)
+
+
+def _on_all_ranks(site: Site, fine: bool) -> bool:
+    """All ranks switch together: one with graphs pads its batches, which one without would not follow."""
+    world = site.coordinators[0]
+    if world.world_size == 1:
+        return fine
+    import torch
+
+    flag = torch.tensor([int(fine)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    return bool(flag.item())

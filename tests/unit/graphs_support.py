@@ -1,0 +1,312 @@
+"""Small stand-ins for what captures and holds CUDA graphs: classes of vLLM 0.26.0 and of torch 2.11, by the names the hooks use."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from nvsnap_hooks.vllm import versions
+from nvsnap_hooks.vllm.graphs import Graphs
+from nvsnap_hooks.vllm.versions import Target
+
+GRAPHS = "vllm.compilation.cuda_graph"
+BREAKABLE = "vllm.compilation.breakable_cudagraph"
+MONITOR = "vllm.compilation.monitor"
+MANAGER = "vllm.v1.worker.gpu.cudagraph_utils"
+GROUPS = "vllm.distributed.parallel_state"
+
+
+class Mode(Enum):
+    FULL = 2
+    PIECEWISE = 1
+
+
+class CUDAGraph:
+    modes: ClassVar[list[str]] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.modes.append(capture_error_mode)
+
+    def replay(self) -> None: ...
+
+
+class MemPool:
+    def __init__(self, number: int) -> None:
+        self.id = (0, number)
+
+
+class Gpu:
+    """One GPU as torch shows it, with what was asked of it."""
+
+    def __init__(self) -> None:
+        self.handles = 0
+        self.segments: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        self.streams = ["main"]
+        self.free = 8 << 30
+        CUDAGraph.modes.clear()
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        self.handles += 1
+        return (0, self.handles)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def torch(self) -> ModuleType:
+        torch = ModuleType("torch")
+        cuda = SimpleNamespace(
+            CUDAGraph=CUDAGraph,
+            MemPool=MemPool,
+            graph_pool_handle=self.graph_pool_handle,
+            is_initialized=lambda: True,
+            memory_snapshot=lambda: self.segments,
+            mem_get_info=lambda: (self.free, 80 << 30),
+            empty_cache=lambda: self.asked.append("empty_cache"),
+            current_stream=lambda: self.streams[-1],
+            Stream=lambda _: SimpleNamespace(wait_stream=lambda _: None),
+            stream=self.stream,
+        )
+        torch.__dict__.update(
+            cuda=cuda,
+            accelerator=SimpleNamespace(empty_cache=cuda.empty_cache),
+            _C=SimpleNamespace(_host_emptyCache=lambda: self.asked.append("host")),
+            tensor=lambda values: SimpleNamespace(item=lambda: values[0]),
+            distributed=SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=SimpleNamespace(MIN="min")),
+        )
+        return torch
+
+
+class CUDAGraphWrapper:
+    _all_instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self, pool: Any, runnable: Callable[[], None] = lambda: None) -> None:
+        self.runnable, self.graph_pool = runnable, pool
+        self.concrete_cudagraph_entries: dict[Any, Any] = {}
+        CUDAGraphWrapper._all_instances.add(self)
+
+    def clear_graphs(self) -> None:
+        self.concrete_cudagraph_entries.clear()
+
+    def __call__(self, shape: Any, capture: bool) -> None:
+        """Lazy as vLLM's: a shape that it does not know is captured, where that is allowed."""
+        if capture and shape not in self.concrete_cudagraph_entries:
+            assert sys.modules[MONITOR].cudagraph_capturing_enabled
+            self.concrete_cudagraph_entries[shape] = SimpleNamespace(cudagraph=capture_graph(self.graph_pool))
+
+
+class BreakableCUDAGraphWrapper:
+    _all_instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self, pool: Any) -> None:
+        self.graph_pool, self.entries = pool, {}
+        BreakableCUDAGraphWrapper._all_instances.add(self)
+
+    def clear_graphs(self) -> None:
+        self.entries.clear()
+
+    def capture(self, shape: Any) -> None:
+        segments = [capture_graph(self.graph_pool).replay, lambda: None]
+        self.entries[shape] = SimpleNamespace(capture=SimpleNamespace(segments=segments))
+
+
+def capture_graph(pool: Any) -> CUDAGraph:
+    """As ``torch.cuda.graph`` enters: it gives back what it can, then begins."""
+    torch = sys.modules["torch"]
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool, capture_error_mode="global")
+    return graph
+
+
+class CudaGraphManager:
+    """V2. ``capture`` is vLLM 0.26.0's, without the model."""
+
+    def __init__(self, pool: Any, wrapper: CUDAGraphWrapper | None = None, **shapes: list[int]) -> None:
+        self.graphs: dict[Any, CUDAGraph] = {}
+        self.pool, self.wrapper = pool, wrapper
+        self._graphs_captured = False
+        self._capture_descs = {Mode[name]: list(sizes) for name, sizes in shapes.items()}
+        self.log: list[tuple[str, int, Any]] = []
+        self.fails_at: int | None = None
+
+    def needs_capture(self) -> bool:
+        return len(self._capture_descs) > 0
+
+    def capture(self) -> None:
+        module = sys.modules[MANAGER]
+        with module.graph_capture(device="cuda:0"):
+            for mode in (Mode.PIECEWISE, Mode.FULL):
+                if mode not in self._capture_descs:
+                    continue
+                for shape in module.tqdm(self._capture_descs[mode], desc="Capturing CUDA graphs"):
+                    if shape == self.fails_at:
+                        raise RuntimeError("out of memory")
+                    self.log.append((mode.name, shape, sys.modules["torch"].cuda.current_stream()))
+                    if mode is Mode.PIECEWISE:
+                        assert self.wrapper is not None
+                        self.wrapper(shape, capture=True)
+                    else:
+                        assert shape not in self.graphs
+                        graph = capture_graph(self.pool)
+                        self.graphs[shape] = graph
+        self._graphs_captured = True
+
+
+class V2Runner:
+    """``vllm.v1.worker.gpu.model_runner.GPUModelRunner``."""
+
+    def __init__(self, manager: CudaGraphManager, speculator: Any = None, model_state: Any = None) -> None:
+        self.cudagraph_manager, self.speculator, self.model_state = manager, speculator, model_state
+        self.req_states = SimpleNamespace(req_id_to_index={})
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+        self.captures = 0
+
+    def capture_model(self) -> None:
+        if not self.cudagraph_manager.needs_capture():
+            return
+        self.captures += 1
+        gc.collect()
+        sys.modules["torch"].accelerator.empty_cache()
+        self.cudagraph_manager.capture()
+        if self.speculator is not None:
+            self.speculator.capture()
+        logging.getLogger("vllm.v1").info("Graph capturing finished")
+
+
+V2Runner.__module__ = MANAGER
+
+
+class EncoderCudaGraphManager:
+    def __init__(self, *budgets: int) -> None:
+        self.budgets, self.graph_pool = budgets, (0, 99)
+        self.budget_graphs: dict[str, dict[int, Any]] = {"default": {}}
+
+    def capture(self, graph_pool: Any) -> None:
+        self.graph_pool = graph_pool
+        for size in sorted(self.budgets, reverse=True):
+            self._capture_budget_graph(size, path="default")
+        logging.getLogger("vllm.v1").info("Encoder CUDA graph capture complete")
+
+    def _capture_budget_graph(self, size: int, path: str = "default") -> None:
+        self.budget_graphs[path][size] = SimpleNamespace(graph=capture_graph(self.graph_pool))
+
+
+class CudagraphDispatcher:
+    """V1. What it does not dispatch runs eagerly."""
+
+    def __init__(self, **shapes: list[int]) -> None:
+        self.keys_initialized = True
+        self.keys = {Mode[name]: list(sizes) for name, sizes in shapes.items()}
+
+    def get_capture_descs(self) -> list[tuple[Mode, list[int]]]:
+        return list(self.keys.items()) if self.keys_initialized else []
+
+    def dispatch(self, mode: Mode, shape: int) -> bool:
+        return self.keys_initialized and shape in self.keys[mode]
+
+
+class V1Runner:
+    """``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` as of 0.26.0."""
+
+    def __init__(
+        self, dispatcher: CudagraphDispatcher, wrapper: CUDAGraphWrapper, encoder: Any = None, drafter: Any = None
+    ) -> None:
+        self.cudagraph_dispatcher, self.wrapper, self.drafter = dispatcher, wrapper, drafter
+        self.encoder_cudagraph_manager = encoder
+        self.has_encoder = encoder is not None
+        self.requests: dict[str, Any] = {}
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+
+    def capture_model(self) -> None:
+        assert self.encoder_cudagraph_manager is not None or not self.has_encoder, "it would make a new one"
+        monitor, module = sys.modules[MONITOR], sys.modules[MANAGER]
+        monitor.cudagraph_capturing_enabled = True
+        gc.collect()
+        gc.freeze()
+        with module.graph_capture(device="cuda:0"):
+            for mode, shapes in self.cudagraph_dispatcher.get_capture_descs():
+                assert shapes
+                for shape in shapes:
+                    assert self.cudagraph_dispatcher.dispatch(mode, shape), "the dummy run expects its mode"
+                    self.wrapper((mode, shape), capture=True)
+            if self.encoder_cudagraph_manager is not None:
+                self.encoder_cudagraph_manager.capture(graph_pool=sys.modules["torch"].cuda.graph_pool_handle())
+        gc.unfreeze()
+        monitor.cudagraph_capturing_enabled = False
+
+
+V1Runner.__module__ = MANAGER
+
+
+def site(runner: Any, **config: Any) -> Any:
+    """A rank of one, with what the resources ask of it."""
+    defaults = {
+        "parallel_config": SimpleNamespace(use_ubatching=False),
+        "model_config": SimpleNamespace(is_encoder_decoder=False),
+        "lora_config": None,
+        "speculative_config": None,
+    }
+    return SimpleNamespace(
+        runner=runner,
+        device="cuda:0",
+        config=SimpleNamespace(**{**defaults, **config}),
+        coordinators=[SimpleNamespace(world_size=1)],
+        synchronize=lambda: None,
+    )
+
+
+def shapes(graphs: Graphs) -> list[Any]:
+    return [piece.shape for piece in graphs.pending]
+
+
+@contextlib.contextmanager
+def _graph_capture(device: str) -> Iterator[Any]:
+    yield sys.modules["torch"].cuda.stream("of this call")
+
+
+def install(patch: pytest.MonkeyPatch) -> Gpu:
+    """The stand-ins take the place of torch's and vLLM's modules."""
+    gc.collect()  # graphs of other tests
+    gpu = Gpu()
+    contents: dict[str, dict[str, Any]] = {
+        GRAPHS: {"CUDAGraphWrapper": CUDAGraphWrapper},
+        BREAKABLE: {"BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper},
+        MONITOR: {"cudagraph_capturing_enabled": False},
+        MANAGER: {"CudaGraphManager": CudaGraphManager, "tqdm": _noisy, "graph_capture": _graph_capture},
+        GROUPS: {"graph_capture": _graph_capture},
+        "vllm.platforms": {"current_platform": type("CudaPlatform", (), {"_global_graph_pool": (0, 1000)})()},
+    }
+    patch.setitem(sys.modules, "torch", gpu.torch())
+    for name, content in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        patch.setitem(sys.modules, name, module)
+    for key, module_name, qualname in (
+        ("graph_wrapper", GRAPHS, "CUDAGraphWrapper"),
+        ("breakable_wrapper", BREAKABLE, "BreakableCUDAGraphWrapper"),
+        ("graph_manager", MANAGER, "CudaGraphManager"),
+        ("graph_monitor", MONITOR, ""),
+        ("groups", GROUPS, ""),
+    ):
+        patch.setitem(versions.running, key, Target((), module_name, qualname))
+    patch.setattr(CUDAGraphWrapper, "_all_instances", weakref.WeakSet())
+    patch.setattr(BreakableCUDAGraphWrapper, "_all_instances", weakref.WeakSet())
+    return gpu
+
+
+def _noisy(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a progress bar")
