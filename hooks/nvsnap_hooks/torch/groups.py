@@ -15,6 +15,7 @@ import sys
 from typing import NamedTuple
 
 from .. import procfs
+from ..collector import referrers as referrers_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -220,12 +221,12 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
     """
     groups = [getattr(record.coordinator, handle) for record in records for handle in HANDLES]
     seen = {id(record.coordinator.__dict__) for record in records}
-    referrers = _referrers(groups)
+    referrers = referrers_of(groups)
     methods = [r for r in referrers if id(getattr(r, "__self__", None)) in handles and hasattr(r, "__name__")]
     wanted: dict[int, tuple[tuple[int, str], str | None]] = {key: (owner, None) for key, owner in handles.items()}
     wanted.update({id(method): (handles[id(method.__self__)], method.__name__) for method in methods})
     if methods:
-        referrers += _referrers(methods)
+        referrers += referrers_of(methods)
     found = []
     for referrer in referrers:
         # Since CPython 3.11 an object holds its attributes itself until somebody asks for its __dict__.
@@ -242,18 +243,6 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
     for mine in (groups, methods, referrers):
         mine.clear()
     return found
-
-
-def _referrers(objects: list[Any]) -> list[Any]:
-    """As ``gc.get_referrers``, and also objects that the engine froze out of the collector's sight (``gc.freeze``)."""
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    try:
-        return gc.get_referrers(*objects)
-    finally:
-        if frozen:
-            gc.freeze()
 
 
 @contextlib.contextmanager
