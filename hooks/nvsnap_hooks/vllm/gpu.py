@@ -15,7 +15,7 @@ from .custom_all_reduce import CustomAllReduce
 from .graphs import Graphs
 from .kv_cache import KvCache
 from .pynccl import Pynccl
-from .recapture import Recapture
+from .recapture import Recapture, live_state_at_risk
 from .site import Part
 from .symmetric_memory import SymmetricMemory
 
@@ -81,11 +81,14 @@ class Gpu:
         return [f"peers: {left}" for left in peers.residue(site.device.index)]
 
     def recapture(self, site: Site, count: int) -> dict[str, Any]:
+        """Capture the next so many graphs, with requests running. See recapture.py."""
         return self._recapture.step(site, count)
 
-    def graph_count(self, site: Site) -> dict[str, int]:
-        """``{captured, total}``; total is 0 for an engine that runs without graphs."""
-        return self._recapture.count(site)
+    def graph_count(self, site: Site) -> dict[str, Any]:
+        """``{captured, total, risk}``: total is 0 for an engine that runs without graphs; risk says why a capture would harm
+        requests that run, or is None."""
+        count = self._recapture.count(site)
+        return {**count, "risk": live_state_at_risk(site) if count["total"] else None}
 
 
 def _part(resource: Any, site: Site) -> Part:

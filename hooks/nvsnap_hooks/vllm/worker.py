@@ -13,7 +13,7 @@ import traceback
 from .. import environment, procfs, protocol, stacks
 from ..protocol import say
 from ..torch.groups import Groups
-from . import versions
+from . import unmet, versions
 from .broadcast import Broadcasters
 from .cpu_shm import CpuShm
 from .site import Part, Site
@@ -112,6 +112,7 @@ class _Rank:
         """Nothing is touched: what would keep this rank from coming back."""
         site = self._site()
         report["residue"] = [
+            *(unmet("worker", "gpu") if site.on_gpu else ()),
             *(f"{type(c).__name__} {c.unique_name} keeps no rank lists" for c in site.foreign),
             *(reason for part in self._parts(site, options) for reason in part.obstacles()),
         ]

@@ -1,0 +1,155 @@
+"""The KV cache's memory goes and comes back under the same tensors; on the engine's own torch, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import textwrap
+
+import pytest
+from engine_support import Engine
+from support import ROOT
+
+pytestmark = pytest.mark.engine
+
+LAB = """
+    import json, sys, types
+    import torch
+    from nvsnap_hooks.vllm.kv_cache import KvCache
+
+    class AttentionSpec: pass
+    class MambaSpec: pass
+
+    def site(spec=AttentionSpec, transfer=None, zeroer=None):
+        raw = torch.ones(4, 1024, dtype=torch.int8)          # two layers share one storage, as of a hybrid model
+        alone = torch.ones(2048, dtype=torch.int8)
+        views = [raw[:2].view(torch.float16), raw[2:], alone.view(torch.bfloat16)]
+        layers = {f"layer.{n}": types.SimpleNamespace(kv_cache=view) for n, view in enumerate(views)}
+        layers["layer.3"] = types.SimpleNamespace(kv_cache=[views[2]])
+        group = types.SimpleNamespace(kv_cache_spec=spec())
+        runner = types.SimpleNamespace(
+            kv_caches=views, kv_cache_config=types.SimpleNamespace(kv_cache_groups=[group]), kv_block_zeroer=zeroer,
+            told=[], model=None)
+        runner._init_kv_zero_meta = lambda: runner.told.append([view.data_ptr() for view in views])
+        config = types.SimpleNamespace(
+            kv_transfer_config=transfer, compilation_config=types.SimpleNamespace(static_forward_context=layers))
+        return types.SimpleNamespace(runner=runner, config=config), views
+
+    def sizes(views):
+        return [view.untyped_storage().nbytes() for view in views]
+"""
+
+
+def run(engine: Engine, code: str) -> object:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "hooks")}
+    command = [str(engine.python), "-c", textwrap.dedent(LAB) + textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_goes_and_comes_back_zero_under_the_same_tensors(engine: Engine) -> None:
+    found = run(
+        engine,
+        """
+        here, views = site()
+        cache = KvCache()
+        before = sizes(views)
+        gone = cache.release(here), sizes(views), cache.release(here), cache.residue()
+        back = cache.reacquire(here), sizes(views), cache.reacquire(here), here.runner.told
+        zero = [bool((view == 0).all()) for view in views]
+        views[1][0, 0] = 7
+        print(json.dumps([before, gone, back, zero, cache.released]))
+    """,
+    )
+    assert found == [
+        [4096, 4096, 2048],
+        [{"bytes": 6144}, [0, 0, 0], {}, []],
+        [{"bytes": 6144}, [4096, 4096, 2048], {}, []],
+        [True, True, True],
+        False,
+    ]
+
+
+def test_what_keeps_addresses_of_it_is_told_the_new_ones(engine: Engine) -> None:
+    assert run(
+        engine,
+        """
+        here, views = site(zeroer=object())
+        cache = KvCache()
+        cache.release(here)
+        cache.reacquire(here)
+        print(json.dumps(here.runner.told == [[view.data_ptr() for view in views]]))
+    """,
+    )
+
+
+@pytest.mark.parametrize("how", ["cache.release(here, 'keep')", "cache.release(site(MambaSpec)[0])"])
+def test_it_is_kept_where_it_is_asked_for_or_can_not_be_computed_again(engine: Engine, how: str) -> None:
+    found = run(
+        engine,
+        f"""
+        here, views = site()
+        cache = KvCache()
+        print(json.dumps([{how}, sizes(views), cache.released, cache.reacquire(here), cache.released]))
+    """,
+    )
+    assert found == [{}, [4096, 4096, 2048], True, {}, False]
+
+
+def test_memory_that_came_back_is_named(engine: Engine) -> None:
+    found = run(
+        engine,
+        """
+        here, views = site()
+        cache = KvCache()
+        cache.release(here)
+        views[2].untyped_storage().resize_(512)
+        print(json.dumps([cache.residue(), cache.obstacles(here), KvCache().obstacles(site(transfer=object())[0])]))
+    """,
+    )
+    assert found == [
+        ["512 bytes of it are back"],
+        [],
+        ["a KV connector is in use, which shares this memory with others"],
+    ]
+
+
+def test_memory_of_the_sleep_mode_is_unmapped_and_mapped_again(engine: Engine) -> None:
+    """Each once, whether the engine goes to sleep in between or not; what carries another tag is left alone."""
+    found = run(
+        engine,
+        """
+        calls = []
+        cumem = types.ModuleType("vllm.device_allocator.cumem")
+        cumem.unmap_and_release = lambda handle: calls.append(("unmap", handle[2]))
+        cumem.create_and_map = lambda handle: calls.append(("map", handle[2]))
+        data = [types.SimpleNamespace(handle=(0, 100, n, 0), tag=tag) for n, tag in enumerate(["weights", "kv_cache", "kv_cache"])]
+        instance = types.SimpleNamespace(pointer_to_data=dict(enumerate(data)))
+        cumem.CuMemAllocator = types.SimpleNamespace(instance=instance)
+        sys.modules["vllm.device_allocator.cumem"] = cumem
+        here, views = site()
+        cache = KvCache()
+        first = cache.release(here), list(calls), sizes(views), cache.reacquire(here), calls[2:]
+        zero = all(bool((view == 0).all()) for view in views)
+        del calls[:]
+        cache.release(here)
+        cache.before_sleep()
+        print(json.dumps([first, zero, calls[2:], cache.reacquire(here), len(calls), cache.released]))
+    """,
+    )
+    assert found == [
+        [
+            {"bytes": 200},
+            [["unmap", 1], ["unmap", 2]],
+            [4096, 4096, 2048],
+            {"bytes": 200},
+            [["map", 2], ["map", 1]],
+        ],
+        True,
+        [["map", 2], ["map", 1]],
+        {},
+        4,
+        False,
+    ]
