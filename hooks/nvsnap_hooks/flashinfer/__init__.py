@@ -1,0 +1,1 @@
+"""What FlashInfer holds of other GPUs."""

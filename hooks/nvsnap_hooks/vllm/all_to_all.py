@@ -1,0 +1,162 @@
+"""The all-to-all managers of expert parallelism (``CudaCommunicator.all2all_manager``, vLLM 0.20.2 to 0.33.0).
+
+``allgather_reducescatter`` has no memory of its own. FlashInfer's two map memory of all ranks: one-sided keeps its addresses
+where FlashInfer can (0.6.15 and later), else its memory is dropped and made again. The MoE layers hold the manager, and ask
+it at each call (model_executor/layers/fused_moe/prepare_finalize/flashinfer_nvlink_*.py). DeepEP, NIXL, MoRI and MoonEP
+give each layer a buffer, which can't be made again in its place: refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from . import versions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .site import Site
+
+WITHOUT_MEMORY = ("AgRsAll2AllManager", "PassThroughAll2AllManager")
+ONE_SIDED, TWO_SIDED = "FlashInferNVLinkOneSidedManager", "FlashInferNVLinkTwoSidedManager"
+
+# What FlashInfer's MnnvlMoe keeps for the two-sided kind (comm/trtllm_alltoall.py, 0.6.0 to 0.7.2).
+_TWO_SIDED_CACHE = (
+    "moe_workspace",
+    "moe_workspace_tensor",
+    "moe_prepare_workspace",
+    "moe_prepare_workspace_tensor",
+    "moe_mapping",
+)
+
+
+class Held(NamedTuple):
+    coordinator: Any
+    manager: Any
+
+
+class AllToAll:
+    name = "all-to-all managers"
+
+    def __init__(self) -> None:
+        self.released = False
+        self._held: list[Held] | None = None
+
+    def obstacles(self, site: Site) -> list[str]:
+        """Managers of a kind that can't be given up or brought back."""
+        return [
+            f"{coordinator.unique_name} uses {communicator.all2all_backend} ({kind}), which can't be given up"
+            for coordinator, communicator in site.communicators()
+            if (kind := _kind(communicator)) not in (None, *WITHOUT_MEMORY, ONE_SIDED, TWO_SIDED)
+        ]
+
+    def release(self, site: Site) -> dict[str, Any]:
+        """Collective. A second attempt, after one that raised, doesn't wait for the others: they may be past this point."""
+        if self.released:
+            return {}
+        if self._held is None:
+            self._held = _with_memory(site)
+            site.synchronize()
+            for held in self._held:
+                site.barrier(held.coordinator)
+        for held in self._held:
+            _give_up(held.manager)
+        self.released = True
+        return self._count()
+
+    def reacquire(self, site: Site) -> dict[str, Any]:
+        """Collective, over the new groups: the managers' CPU groups are these already."""
+        if not self.released:
+            return {}
+        for held in self._held or ():
+            _take_back(held.manager)
+            site.barrier(held.coordinator)  # nobody writes to memory that a peer has still to clear
+        count = self._count()
+        self.released, self._held = False, None
+        return count
+
+    def _count(self) -> dict[str, Any]:
+        return {"managers": len(self._held)} if self._held else {}
+
+    def residue(self) -> list[str]:
+        """What FlashInfer still maps, whoever asked for it."""
+        return [f"{size >> 20} MiB of FlashInfer's MNNVL memory are mapped" for size in _mapped().values()]
+
+
+def _kind(communicator: Any) -> str | None:
+    manager = communicator.all2all_manager
+    return None if manager is None else type(manager).__name__
+
+
+def _with_memory(site: Site) -> list[Held]:
+    return [
+        Held(coordinator, communicator.all2all_manager)
+        for coordinator, communicator in site.communicators()
+        if _kind(communicator) in (ONE_SIDED, TWO_SIDED) and communicator.all2all_manager.initialized
+    ]
+
+
+def _keeps_address(manager: Any) -> bool:
+    """vLLM 0.27.1 and later ask FlashInfer 0.6.15 and later; since vLLM 0.33.0 through another object, always there."""
+    if type(manager).__name__ == TWO_SIDED or not hasattr(manager, "checkpoint_prepare"):
+        return False
+    return not hasattr(manager, "moe_alltoall") or hasattr(manager.moe_alltoall, "checkpoint_prepare")
+
+
+def _give_up(manager: Any) -> None:
+    if _keeps_address(manager):
+        manager.checkpoint_prepare()
+    elif type(manager).__name__ == ONE_SIDED:
+        manager.moe_alltoall = None
+    else:
+        manager.cleanup()
+        for name in _TWO_SIDED_CACHE:
+            setattr(_flashinfer("trtllm_alltoall").MnnvlMoe, name, None)
+    _forget_one_sided()
+
+
+def _forget_one_sided() -> None:
+    """FlashInfer caches each size for good, also one that vLLM outgrew while it loaded: what is mapped still goes."""
+    kind = getattr(_flashinfer("trtllm_moe_alltoall"), "MoeAlltoAll", None)
+    cache: dict[Any, Any] = getattr(kind, "_WORKSPACE_CACHE", {})
+    for key, workspace in list(cache.items()):
+        if workspace["mnnvl_mem"].ptr in _mapped():
+            del cache[key]
+
+
+def _take_back(manager: Any) -> None:
+    if _keeps_address(manager):
+        manager.checkpoint_restore()
+    elif type(manager).__name__ == ONE_SIDED:
+        manager.moe_alltoall = _one_sided(manager)
+    else:
+        manager.initialize(world_size=manager.world_size, rank=manager.rank, gpus_per_node=manager.gpus_per_node)
+
+
+def _one_sided(manager: Any) -> Any:
+    """As the manager's ``initialize`` makes it (vLLM 0.20.2 to 0.32.0), of the size that it had."""
+    communicator = versions.load("mnnvl_communicator")(manager.cpu_group)
+    return _flashinfer("trtllm_moe_alltoall").MoeAlltoAll(
+        mapping=manager.mapping,
+        max_num_tokens=manager.max_num_tokens,
+        top_k=manager.top_k,
+        num_experts=manager.num_experts,
+        workspace_size_per_rank=manager.workspace_size,
+        mnnvl_config=_flashinfer("mnnvl").MnnvlConfig(comm_backend=communicator),
+    )
+
+
+def _mapped() -> dict[int, int]:
+    """Address -> bytes on each rank. An entry is a tuple up to FlashInfer 0.6.14, then a record that may be unmapped."""
+    memory = getattr(_flashinfer("mnnvl"), "MnnvlMemory", None)
+    return {
+        address: entry[1] if isinstance(entry, tuple) else entry.aligned_size
+        for address, entry in getattr(memory, "allocated_map", {}).items()
+        if getattr(entry, "mapped", True)
+    }
+
+
+def _flashinfer(name: str) -> Any:
+    return sys.modules.get(f"flashinfer.comm.{name}")

@@ -1,0 +1,308 @@
+"""FlashInfer's all-reduce workspaces: the memory goes, whoever else holds it is named, and a workspace of the same size is back."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nvsnap_hooks.flashinfer.workspaces import Workspaces
+from nvsnap_hooks.vllm import versions
+
+MIB = 1 << 20
+METADATA = {"tp_rank": 1, "tp_size": 2, "max_token_num": 8192, "hidden_dim": 4096, "use_fp32_lamport": False}
+
+
+class SymmDeviceMemory:
+    """Of FlashInfer 0.6.0 to 0.6.14: it frees everything when it is collected."""
+
+    group_size, allocation_size = 2, 64 * MIB
+
+    def __init__(self, multicast: int = 0) -> None:
+        self.uc_handles, self.mc_handle = [0x10, 0x20], multicast
+
+
+class Stable(SymmDeviceMemory):
+    """Of 0.6.15 and later."""
+
+    @property
+    def mapped(self) -> bool:
+        return any(self.uc_handles)
+
+
+class TorchMemory:
+    """torch's ``_SymmetricMemory`` (2.11)."""
+
+    def __init__(self, multicast: int = 0) -> None:
+        self.multicast_ptr = multicast
+
+
+class Workspace:
+    """TRTLLMAllReduceFusionWorkspace of FlashInfer 0.6.0 to 0.6.14."""
+
+    backend = "trtllm"
+
+    def __init__(self, memory: list[Any]) -> None:
+        handles: list[list[int]] = [[1, 2] for _ in memory]
+        self._internal_workspace: Any = (handles, "pointers", memory, dict(METADATA))
+        self.ipc_handles, self.workspace_tensor, self.mem_handles, self.metadata = self._internal_workspace
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._internal_workspace, name)
+
+    def destroy(self) -> None:
+        if not getattr(self, "_destroyed", False):
+            del self.ipc_handles, self.workspace_tensor, self.mem_handles, self.metadata
+            self._destroyed = True
+
+
+class StableWorkspace(Workspace):
+    """Of 0.6.15 and later: also where its memory is torch's."""
+
+    backends: tuple[Any, ...] = ()
+
+    def checkpoint_prepare(self) -> None:
+        if not all(isinstance(memory, Stable) for memory in self.mem_handles):
+            raise NotImplementedError
+        for memory in self.mem_handles:
+            memory.uc_handles = [0, 0]
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        self.backends = (*self.backends, comm_backend)
+        for memory in self.mem_handles:
+            memory.uc_handles = [0x30, 0x40]
+
+
+class MulticastWorkspace:
+    """MNNVLAllReduceFusionWorkspace of 0.6.14: on torch's memory, without metadata."""
+
+    backend = "mnnvl"
+
+    def __init__(self, multicast: int) -> None:
+        self.handle = TorchMemory(multicast)
+
+
+class Engine:
+    """One rank: vLLM's and FlashInfer's modules, and the site that the resource is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: type) -> None:
+        self.memory = type(memory.__name__, (memory,), {})  # of this engine alone: others' may not be collected yet
+        self.references: dict[int, list[Any]] = {}
+        self.made: list[dict[str, Any]] = []
+        self.log: list[str] = []
+        self.tp = SimpleNamespace(unique_name="tp:0", cpu_group=object())
+        self.communicator = SimpleNamespace(fi_ar_comm=None)
+        self.vllm = SimpleNamespace(
+            _fi_ar_workspace=None,
+            _fi_ar_quant_workspace=None,
+            _create_workspace=self.create,
+            TorchDistBackend=lambda group: ("gloo", group),
+        )
+        self.make: Any = None
+        targets = {"flashinfer_all_reduce": self.vllm, "groups": SimpleNamespace(_TP=self.tp)}
+        monkeypatch.setattr(versions, "load", targets.__getitem__)
+        modules = {
+            "flashinfer.comm.trtllm_ar": SimpleNamespace(_symm_workspace_refs=self.references),
+            "flashinfer.comm.mnnvl": SimpleNamespace(SymmDeviceMemory=self.memory),
+            "torch": SimpleNamespace(float32="float32", bfloat16="bfloat16"),
+        }
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def communicators(self) -> list[tuple[Any, Any]]:
+        return [(self.tp, self.communicator)]
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def barrier(self, coordinator: Any) -> None:
+        self.log.append(f"barrier of {coordinator.unique_name}")
+
+    def create(self, **arguments: Any) -> Any:
+        self.made.append(arguments)
+        return self.make()
+
+    def regroup(self) -> None:
+        self.tp.cpu_group = object()
+
+
+@pytest.fixture(params=["own memory", "torch's memory"])
+def dropping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """vLLM 0.20.2 with FlashInfer 0.6.8, vLLM 0.26.0 with 0.6.14."""
+    engine = Engine(monkeypatch, SymmDeviceMemory)
+
+    def on_torch_memory() -> Workspace:
+        workspace = Workspace([TorchMemory() for _ in range(3)])
+        engine.references[id(workspace.ipc_handles)] = [(object(), handle) for handle in workspace.mem_handles]
+        return workspace
+
+    own = request.param == "own memory"
+    engine.make = (lambda: Workspace([engine.memory() for _ in range(3)])) if own else on_torch_memory
+    engine.vllm._fi_ar_workspace = engine.vllm._fi_ar_quant_workspace = engine.make()
+    gc.disable()  # what goes must go without a collection
+    yield engine
+    gc.enable()
+
+
+def test_dropped_and_made_again(dropping: Engine) -> None:
+    resource, engine = Workspaces(), dropping
+    memory = [weakref.ref(one) for one in engine.vllm._fi_ar_workspace.mem_handles]
+    assert resource.obstacles(engine) == []
+    assert resource.residue() != []
+    assert resource.release(engine) == {"workspaces": 1}
+    assert engine.log == ["synchronize", "barrier of tp:0"]
+    assert [one() for one in memory] == [None] * 3 and resource.residue() == []
+    assert engine.vllm._fi_ar_workspace is engine.vllm._fi_ar_quant_workspace is None
+    assert resource.release(engine) == {}
+    engine.regroup()
+    assert resource.reacquire(engine) == {"workspaces": 1}
+    assert engine.made == [
+        {
+            "backend": "trtllm",
+            "world_size": 2,
+            "rank": 1,
+            "max_token_num": 8192,
+            "hidden_dim": 4096,
+            "dtype": "bfloat16",
+            "group": engine.tp.cpu_group,
+        }
+    ]
+    assert engine.vllm._fi_ar_workspace is engine.vllm._fi_ar_quant_workspace is not None
+    assert not resource.released and resource.reacquire(engine) == {}
+
+
+def test_two_workspaces_come_back_each_to_its_place(dropping: Engine) -> None:
+    resource, engine = Workspaces(), dropping
+    engine.vllm._fi_ar_quant_workspace = engine.make()
+    engine.vllm._fi_ar_quant_workspace.metadata["use_fp32_lamport"] = True
+    resource.release(engine)
+    assert resource.residue() == []
+    resource.reacquire(engine)
+    assert [made["dtype"] for made in engine.made] == ["bfloat16", "float32"]
+    assert engine.vllm._fi_ar_workspace is not engine.vllm._fi_ar_quant_workspace
+
+
+def test_a_release_that_raised_is_finished_without_the_others(
+    dropping: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource, engine = Workspaces(), dropping
+    with monkeypatch.context() as broken:
+        broken.setattr(Workspace, "destroy", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            resource.release(engine)
+    assert not resource.released
+    engine.log.clear()
+    assert resource.release(engine) == {"workspaces": 1}
+    assert engine.log == [] and resource.residue() == []
+    resource.reacquire(engine)
+    assert len(engine.made) == 1 and engine.vllm._fi_ar_workspace is not None
+
+
+def test_memory_that_somebody_holds_is_residue(dropping: Engine) -> None:
+    resource, engine = Workspaces(), dropping
+    workspace = engine.vllm._fi_ar_workspace
+    holder = list(workspace.mem_handles)
+    if isinstance(holder[0], TorchMemory):
+        engine.references[0] = [(object(), holder[0])]
+        words = "a workspace on torch's symmetric memory is alive"
+    else:
+        words = "64 MiB on each of 2 GPUs are mapped"
+    del workspace
+    resource.release(engine)
+    assert set(resource.residue()) == {words}
+    holder.clear()
+    engine.references.clear()
+    assert resource.residue() == []
+
+
+def test_flashinfer_makes_none(dropping: Engine) -> None:
+    resource, engine = Workspaces(), dropping
+    resource.release(engine)
+    engine.make = lambda: None
+    with pytest.raises(RuntimeError, match="FlashInfer makes no workspace any more for tp:0"):
+        resource.reacquire(engine)
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """vLLM 0.27.1 with FlashInfer 0.6.16."""
+    engine = Engine(monkeypatch, Stable)
+    workspace = StableWorkspace([engine.memory() for _ in range(3)])
+    engine.references[id(workspace.ipc_handles)] = list(workspace.mem_handles)
+    engine.vllm._fi_ar_workspace = engine.vllm._fi_ar_quant_workspace = workspace
+    engine.vllm._fi_ar_workspace_groups = {id(workspace): engine.tp.cpu_group}
+    return engine
+
+
+def test_the_address_is_kept_where_flashinfer_can(keeping: Engine) -> None:
+    resource, engine = Workspaces(), keeping
+    workspace = engine.vllm._fi_ar_workspace
+    assert resource.obstacles(engine) == []
+    assert len(resource.residue()) == 3
+    assert resource.release(engine) == {"workspaces": 1}
+    assert resource.residue() == []
+    assert engine.vllm._fi_ar_workspace_groups == {}, "it would keep the old group alive"
+    engine.regroup()
+    assert resource.reacquire(engine) == {"workspaces": 1}
+    assert engine.vllm._fi_ar_workspace is engine.vllm._fi_ar_quant_workspace is workspace
+    assert workspace.backends == (("gloo", engine.tp.cpu_group),) and engine.made == []
+    assert engine.vllm._fi_ar_workspace_groups == {id(workspace): engine.tp.cpu_group}
+
+
+def test_on_torch_memory_it_is_dropped_there_too(keeping: Engine) -> None:
+    """FlashInfer 0.7.2 under confidential computing: ``checkpoint_prepare`` is there and refuses."""
+    resource, engine = Workspaces(), keeping
+    engine.references.clear()
+    workspace = StableWorkspace([])
+    engine.references[id(workspace.ipc_handles)] = [(object(), TorchMemory())]
+    engine.vllm._fi_ar_workspace = engine.vllm._fi_ar_quant_workspace = workspace
+    engine.vllm._fi_ar_workspace_groups = {id(workspace): engine.tp.cpu_group}
+    assert resource.obstacles(engine) == []
+    resource.release(engine)
+    assert resource.residue() == [] and engine.vllm._fi_ar_workspace is None
+    assert engine.vllm._fi_ar_workspace_groups == {}, "the next workspace may get this one's id"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Workspace([SymmDeviceMemory(multicast=7)]), "Workspace has NVLink multicast"),
+        (lambda: Workspace([TorchMemory(multicast=7)]), "Workspace has NVLink multicast"),
+        (lambda: MulticastWorkspace(7), "MulticastWorkspace has NVLink multicast"),
+        (lambda: MulticastWorkspace(0), "MulticastWorkspace can't be made again"),
+    ],
+)
+def test_what_cannot_come_back(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], words: str) -> None:
+    engine = Engine(monkeypatch, Stable)
+    engine.vllm._fi_ar_workspace = make()
+    (reason,) = Workspaces().obstacles(engine)
+    assert reason.startswith(words)
+
+
+def test_what_is_not_ours(keeping: Engine) -> None:
+    resource, engine = Workspaces(), keeping
+    engine.references[1] = [(object(), TorchMemory())]
+    own = engine.memory()
+    engine.communicator.fi_pcie_ipc_ar_comm = SimpleNamespace(workspace=object())
+    assert resource.obstacles(engine) == [
+        "a workspace on torch's symmetric memory is not vLLM's",
+        "a workspace of a model's own is in use",
+        "tp:0 uses the PCIe all-reduce (VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC)",
+    ]
+    engine.vllm._fi_ar_workspace_groups = {id(engine.vllm._fi_ar_workspace): object()}
+    assert resource.obstacles(engine)[0] == "StableWorkspace spans a group that is not the engine's"
+    del own
+
+
+def test_an_engine_without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource, engine = Workspaces(), Engine(monkeypatch, Stable)
+    for name in ("flashinfer.comm.trtllm_ar", "flashinfer.comm.mnnvl"):
+        monkeypatch.delitem(sys.modules, name)
+    assert resource.obstacles(engine) == [] and resource.release(engine) == {} and resource.residue() == []
+    assert resource.released and resource.reacquire(engine) == {} and not resource.released
