@@ -1,0 +1,178 @@
+"""vLLM's worker extension of the GPU tests: random weights that make answers depend on the whole context, and leftovers.
+
+Every method runs on all ranks at one step, through vLLM's own ``/collective_rpc``. A leftover is what a forgetful teardown
+would leave; the product has no switch for one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import zlib
+from typing import Any
+
+_kept: dict[str, Any] = {}
+
+
+class Plants:
+    """Its names must differ from those of vLLM's worker (0.26.0 refuses others)."""
+
+    def plant_weights(self) -> int:
+        """vLLM's dummy weights are so small that each token depends on the one before alone. These are not."""
+        import torch
+
+        rank: int = torch.distributed.get_rank()
+        for name, weight in self.model_runner.model.named_parameters():  # type: ignore[attr-defined]
+            seed = name if ".gate." in name else f"{name} {rank}"  # every rank has the same router
+            generator = torch.Generator(weight.device).manual_seed(zlib.crc32(seed.encode()))
+            if weight.dim() < 2:
+                weight.data.fill_(1.0)
+            elif weight.is_floating_point():
+                spread = 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
+                weight.data.normal_(0.0, spread, generator=generator)
+        return rank
+
+    def plant(self, kind: str, rank: int = -1) -> str:
+        """Leave something of that kind on one rank, or on all (-1). Collective for those that need peers."""
+        import torch
+
+        mine = torch.distributed.get_rank()
+        if rank not in (-1, mine):
+            return ""
+        result: str = getattr(self, f"_plant_{kind}")() or kind
+        return f"{result} on rank {mine}"
+
+    def plant_away(self) -> None:
+        """Take every leftover away again."""
+        for name in list(_kept):
+            undo = _kept.pop(name)
+            if callable(undo):
+                undo()
+        gc.collect()
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # -- leftovers that a resource of ours should have given up -----------------------------------
+
+    def _plant_workspace(self) -> None:
+        """FlashInfer's workspaces stay: the ingredient that decides whether an image can be restored."""
+        from nvsnap_hooks.flashinfer.workspaces import Workspaces
+
+        _shadow(Workspaces, "release", lambda self, site: {})
+
+    def _plant_custom_all_reduce(self) -> None:
+        from nvsnap_hooks.vllm.custom_all_reduce import CustomAllReduce
+
+        _shadow(CustomAllReduce, "release", lambda self, site: {})
+
+    def _plant_pynccl(self) -> None:
+        from nvsnap_hooks.vllm.pynccl import Pynccl
+
+        _shadow(Pynccl, "release", lambda self, site: {})
+
+    def _plant_deaf(self) -> None:
+        """The audit finds nothing any more."""
+        from nvsnap_hooks.vllm import worker
+
+        _shadow(worker._Rank, "do_residue", lambda self, report, _: report.update(residue=[]))
+
+    def _plant_death(self) -> None:
+        """This rank dies in the middle of its release, with its first resources given up and others not."""
+        from nvsnap_hooks.torch.groups import Groups
+
+        def die(self: Any, *arguments: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        _shadow(Groups, "release", die)
+
+    # -- leftovers that belong to nobody ----------------------------------------------------------
+
+    def _plant_graph(self) -> None:
+        """A graph of somebody else's, without any communication in it: it survives a checkpoint, but nobody could tell."""
+        import torch
+
+        graph, x = torch.cuda.CUDAGraph(), torch.ones(64, 64, device="cuda")
+        x @ x
+        with torch.cuda.graph(graph):
+            y = x @ x
+        _kept["graph"] = [graph, x, y]
+
+    def _plant_communicator(self) -> None:
+        """A group of torch's with a live NCCL communicator that no coordinator of vLLM's knows."""
+        import torch.distributed as dist
+
+        group = dist.new_group(backend="nccl")
+        import torch
+
+        dist.all_reduce(torch.ones(8, device="cuda"), group=group)
+        _kept["communicator"] = lambda: dist.destroy_process_group(group)
+
+    def _plant_symmetric_memory(self) -> None:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        buffer = symmetric.empty(1 << 20, device="cuda", dtype=torch.float32)
+        handle = symmetric.rendezvous(buffer, dist.group.WORLD)
+        if getattr(handle, "multicast_ptr", 0):
+            raise RuntimeError("multicast is on")
+        _kept["symmetric memory"] = [buffer, handle]
+
+    def _plant_context(self) -> str:
+        """A second context, on the next GPU."""
+        import torch
+
+        other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+        torch.ones(8, device=f"cuda:{other}").sum().item()
+        reset = ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxReset_v2
+        _kept["context"] = lambda: (gc.collect(), torch.cuda.empty_cache(), reset(other))
+        return f"context on GPU {other}"
+
+    def _plant_import(self) -> None:
+        """Memory of the next rank's, opened through a CUDA IPC handle and never closed."""
+        import torch
+        import torch.distributed as dist
+
+        driver, size = ctypes.CDLL("libcuda.so.1"), dist.get_world_size()
+        own, other, handle = ctypes.c_uint64(), ctypes.c_uint64(), _IpcHandle()
+        _must(driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(4 << 20)))
+        _must(driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
+        handles: list[Any] = [None] * size
+        dist.all_gather_object(handles, bytes(handle), group=_cpu_group())
+        peer = _IpcHandle.from_buffer_copy(handles[(dist.get_rank() + 1) % size])
+        driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
+        _must(driver.cuIpcOpenMemHandle_v2(ctypes.addressof(other), peer, 1))
+        torch.cuda.synchronize()
+
+        def undo() -> None:
+            driver.cuIpcCloseMemHandle(other)
+            dist.barrier(group=_cpu_group())
+            driver.cuMemFree_v2(own)
+
+        _kept["import"] = undo
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("content", ctypes.c_ubyte * 64)]
+
+
+def _must(code: int) -> None:
+    if code:
+        raise RuntimeError(f"the CUDA driver answered {code}")
+
+
+def _cpu_group() -> Any:
+    from vllm.distributed import parallel_state
+
+    return parallel_state.get_world_group().cpu_group
+
+
+def _shadow(owner: Any, name: str, value: Any) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    _kept[f"{owner.__name__}.{name}"] = lambda: setattr(owner, name, original)
