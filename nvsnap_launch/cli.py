@@ -123,6 +123,12 @@ _SETTINGS = (
     ("--grace-s", "S", "From TERM until the whole tree is ended. [20]"),
     ("--io-uring", "HOW", "block (CRIU cannot dump it) or allow. [block]"),
     ("--hooks", "HOW", "on, or off to start the engine without any. [on]"),
+    (
+        "--recapture",
+        "HOW",
+        "CUDA graphs after a restore: background, blocking (before requests run) or off. [background]",
+    ),
+    ("--kv-cache", "HOW", "The KV cache's GPU memory in a prepare: release or keep. [release]"),
     ("--env-allow", "NAMES", "More variables that the restore metadata may set, with commas."),
 )
 
@@ -238,13 +244,17 @@ def restore(control_dir: str | None, timeout: float | None) -> None:
 
 @main.command()
 @_control_option
-@click.argument("state", type=click.Choice(["ready", "alive", *protocol.STATES]))
+@click.argument("state", type=click.Choice(["ready", "alive", "captured", *protocol.STATES]))
 @click.option("--timeout", type=click.FloatRange(min=0), metavar="S", default=300.0, show_default=True)
 def wait(control_dir: str | None, state: str, timeout: float) -> None:
-    """Wait for a state. With --timeout 0 it is a probe: ready means serving; alive, that whoever leads has not ended or failed."""
+    """Wait for a state. With --timeout 0 it is a probe: ready means serving; captured, with its CUDA graphs; alive, that whoever
+    leads has not ended or failed."""
     from nvsnap_launch import client
 
-    client.wait_for(_control(control_dir), state, timeout)
+    if state == "captured":
+        client.wait_for_graphs(_control(control_dir), timeout)
+    else:
+        client.wait_for(_control(control_dir), state, timeout)
 
 
 @main.command(context_settings=_PASS_ON)

@@ -151,6 +151,24 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
             watch.pause(f"state {wanted} was not reached{last}", launcher_may_come=True)
 
 
+def wait_for_graphs(control: ControlDirectory, timeout: float) -> dict[str, Any]:
+    """Wait up to ``timeout`` seconds until the engine serves with its CUDA graphs; returns status.json. Raises RequestFailed,
+    at once when it serves for good without them.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        status = wait_for(control, READY, max(0.0, deadline - time.monotonic()))
+        graphs = str(status.get("graphs"))
+        if graphs == "captured":
+            return status
+        if not graphs.startswith("recapturing"):
+            reason = status.get("graphs_error")
+            raise RequestFailed("the engine serves without CUDA graphs" + (f": {reason}" if reason else ""))
+        if time.monotonic() >= deadline:
+            raise RequestFailed(f"the CUDA graphs were not captured within {timeout:g} s; the state is {graphs}")
+        time.sleep(_POLL_S)
+
+
 def _refusal(status: dict[str, Any]) -> str:
     """What kept the last prepare from being done; empty where it was, or is under way."""
     last = status.get("last") or {}

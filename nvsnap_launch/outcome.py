@@ -48,7 +48,11 @@ def decide(facts: Facts) -> tuple[int, str]:
 
 
 def _unfinished(facts: Facts) -> int:
-    codes = {protocol.PREPARE: protocol.EXIT_PREPARE_FAILED, protocol.RESTORE: protocol.EXIT_RESTORE_FAILED}
+    codes = {
+        protocol.PREPARE: protocol.EXIT_PREPARE_FAILED,
+        protocol.RESTORE: protocol.EXIT_RESTORE_FAILED,
+        protocol.RECAPTURE: protocol.EXIT_RESTORE_FAILED,
+    }
     return codes.get(facts.under_way.get("action", ""), 0)
 
 

@@ -30,6 +30,8 @@ def in_words(control: ControlDirectory) -> str:
     lines += _engine(status)
     namespace = processes.number(status.get("leader"), "pid_namespace")
     lines += [_process(entry, namespace) for entry in status.get("processes") or ()]
+    if status.get("graphs_error"):
+        lines.append(f"graphs: serves without them: {status['graphs_error']}")
     lines += _last(status.get("last"))
     reason = (status.get("exit") or {}).get("reason")
     if reason:

@@ -49,6 +49,8 @@ class Settings(BaseSettings):
     grace_s: Seconds = 20.0
     io_uring: Literal["block", "allow"] = "block"
     hooks: Literal["on", "off"] = "on"
+    recapture: Literal["background", "blocking", "off"] = "background"
+    kv_cache: Literal["release", "keep"] = "release"
     env_allow: Annotated[tuple[str, ...], NoDecode] = ()
     criu: str | None = None
 
@@ -113,6 +115,8 @@ class Settings(BaseSettings):
             "require_level": self.require_level,
             "env_allow": list(self.env_allow),
             "io_uring": self.io_uring,
+            "recapture": self.recapture,
+            "kv_cache": self.kv_cache,
         }
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TICK_SERVING = 0.2  # seconds between looks at the request files
 TICK_PREPARED = 0.05  # and at the metadata file, while prepared
+TICK_RECAPTURING = 0.01  # between two chunks: the engine takes a step meanwhile
 
 _lock = threading.Lock()
 _control: Control | None = None
@@ -125,8 +126,7 @@ class Control:
         end_tree(control_dir, told)
 
     def _turn(self) -> None:
-        tick = TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING
-        signalled = self._wait(tick)
+        signalled = self._wait(self._tick())
         self.machine.status.retry()
         if self.machine.state == protocol.STARTING:
             if not self.machine.engine.is_serving():
@@ -141,6 +141,13 @@ class Control:
             self._restore(requests[protocol.RESTORE])
         elif self.machine.state == protocol.PREPARED and self.machine.restored_by_metadata():
             self._restore([])
+        elif self.machine.chunk_is_due():
+            self.machine.recapture()
+
+    def _tick(self) -> float:
+        if self.machine.chunk_is_due():
+            return TICK_RECAPTURING
+        return TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING
 
     def _restore(self, requests: list[str]) -> None:
         self._say_outcome(self.machine.restore, requests)

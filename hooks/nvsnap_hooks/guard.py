@@ -18,7 +18,7 @@ import time
 TICK = 0.1
 LAUNCHER_TICKS = 10  # between two looks at the launcher
 GAP = 1.5  # seconds without a tick that count as a freeze
-STATE_DURING: dict[object, str] = {"prepare": "preparing", "restore": "restoring"}
+STATE_DURING: dict[object, str] = {"prepare": "preparing", "restore": "restoring", "recapture": "serving"}
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 FAILURE = "failed: "  # begins a file for stacks whose process has failed by itself
 STACKS_KEPT = 20000  # characters, in the verdict

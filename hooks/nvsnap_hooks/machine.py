@@ -11,6 +11,7 @@ import os
 import time
 
 from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, rendezvous, residue, stacks
+from .graphs import Graphs
 from .status import Status
 
 TYPE_CHECKING = False
@@ -51,7 +52,9 @@ class Machine:
         deadlines = {
             protocol.PREPARE: self._drain_seconds + 2 * self._prepare_seconds,
             protocol.RESTORE: self._restore_seconds,
+            protocol.RECAPTURE: self._restore_seconds,
         }
+        self.graphs = Graphs(config["recapture"], engine.captures_graphs)
         self.status = Status(config, described, deadlines)
         self._action = ""
         self._steps: list[dict[str, Any]] = []
@@ -106,7 +109,8 @@ class Machine:
         self._step("drain", lambda: engine.drain(self._drain_seconds, timeout))
         self._step("hold", lambda: engine.hold(timeout))
         self._on_ranks("check", timeout)
-        self._on_ranks("release", timeout)
+        self._on_ranks("release", timeout, kv_cache=self.config["kv_cache"])
+        self.graphs.drop()
         self._step("audit", self._audit)
 
     def _audit(self) -> None:
@@ -214,6 +218,51 @@ class Machine:
         if self._under is not None and listener.count() < self._under.listeners:
             raise Refused("a listening socket of the server is gone")
 
+    # -- recapture --------------------------------------------------------------------------------
+
+    @property
+    def recapturing(self) -> bool:
+        return self.state == protocol.SERVING and self.graphs.due() and not self.engine.ending
+
+    def chunk_is_due(self) -> bool:
+        return self.recapturing and time.monotonic() >= self.graphs.not_before
+
+    def recapture(self) -> None:
+        """One chunk while serving, between two steps of the engine. Raises Fatal when the ranks can't be asked again."""
+        self._action, self._steps = protocol.RECAPTURE, []
+        stacks.arm(self.control_dir)
+        with contextlib.suppress(Refused):  # without the guard there is still the time limit of the call
+            self._watch(protocol.RECAPTURE, protocol.EXIT_RESTORE_FAILED)
+        try:
+            self._recapture(self.graphs.count, self._restore_seconds)
+        except BaseException as error:
+            if self.engine.ending:  # stopped in the middle of it, or dead: the launcher knows which
+                self._disarm()
+                return
+            raise Fatal(protocol.EXIT_RESTORE_FAILED, f"recapture failed: {self._in_words(error)}") from error
+        self._disarm()
+        stacks.disarm(self.control_dir)
+        if self.graphs.due():
+            self.status.show(under_way=None, **self.graphs.published(True))
+        else:
+            self._recaptured()
+
+    def _recaptured(self) -> None:
+        spent = self.graphs.spent()
+        self._publish("recapture", told={**spent, "error": self.graphs.error})
+        if self.graphs.error is None:
+            protocol.say(f"{self.graphs.captured} CUDA graphs captured again in {spent['seconds']:.2f} s")
+
+    def _recapture(self, count: int, timeout: float) -> None:
+        """So many graphs on every rank. When one fails they all go on without, which is slower, and no reason to end."""
+        before = self.graphs.captured
+        try:
+            ranks = self._on_ranks("recapture", timeout, count=count)
+            self.graphs.measure(self.graphs.captured - before, max(rank["seconds"] for rank in ranks))
+        except Refused as refusal:
+            self.graphs.fail(str(refusal))
+            protocol.say(f"{refusal}: the engine serves on without CUDA graphs")
+
     # -- shared steps -----------------------------------------------------------------------------
 
     def _rebuild(self, timeout: float) -> None:
@@ -221,8 +270,11 @@ class Machine:
         folder = rendezvous.new_folder(self.control_dir)
         token = os.urandom(8).hex()
         self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
+        self.graphs.begin()
+        if self.graphs.due_before_serving():
+            self._recapture(self.graphs.missing, timeout)
 
-    def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> None:
+    def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> Reports:
         """One action on all ranks; its steps go to ``last``. Raises Refused with what the ranks hold, or what failed where."""
         started = time.monotonic()
         self.status.under_way(self._action, action)
@@ -241,8 +293,10 @@ class Machine:
         ]
         held = {rank["pid"]: list(rank["residue"]) for rank in ranks if rank["residue"]}
         self._publish_processes(ranks)
+        self.graphs.take(ranks)
         if failed or held:
             raise Refused("; ".join([*failed, *([_describe(held)] if held else [])]), held)
+        return ranks
 
     def _step(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
         started = time.monotonic()
@@ -301,11 +355,14 @@ class Machine:
         self._publish(action, strict, state=state, last=last)
         if state != protocol.PREPARED:
             self._disarm()
+        if self.recapturing:
+            self._publish("recapturing")
 
     def _publish(self, event: str, strict: bool = False, **fields: Any) -> None:
         """Only "prepared" must reach the disk to be true; unwritten, it never was. For the rest a full disk is not the
         engine's problem."""
         before = dict(self.status.value)
+        fields |= self.graphs.published(fields.get("state", self.state) == protocol.SERVING)
         try:
             self.status.update(event, **fields)
         except OSError as error:

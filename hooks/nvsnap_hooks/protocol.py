@@ -30,6 +30,7 @@ STATES = (STARTING, SERVING, PREPARING, PREPARED, RESTORING, FAILED, ENDED)
 
 PREPARE = "prepare"
 RESTORE = "restore"
+RECAPTURE = "recapture"  # of CUDA graphs, one chunk of it, while serving
 
 EXIT_USAGE = 64
 EXIT_UNSUPPORTED = 69
@@ -62,7 +63,8 @@ class Config(dict):  # type: ignore[type-arg]
     Keys: control_dir, cookie, hooks_dir (str); prepare_signal, restore_signal (int, 0 is none);
     agent (signals, nvsnap or files); metadata (path); drain_s, prepare_timeout_s,
     restore_timeout_s (float, seconds); unverified (run or refuse); require_level (str or "");
-    env_allow (list of str); io_uring (block or allow).
+    env_allow (list of str); io_uring (block or allow); recapture (background, blocking or off);
+    kv_cache (release or keep).
     """
 
     @classmethod
@@ -93,6 +95,7 @@ def new_status(state: str, **fields: Any) -> dict[str, Any]:
         "generation": 0,
         "mode": "cold",
         "graphs": "eager",
+        "graphs_error": None,
         "snapshot_ready": False,
         "engine": {},
         "leader": {},

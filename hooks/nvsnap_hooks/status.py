@@ -25,8 +25,9 @@ class Status:
     def state(self) -> str:
         return str(self.value["state"])
 
-    def update(self, event: str, **fields: Any) -> None:
-        """Change fields and publish. Raises OSError when the file can't be written (a full disk).
+    def update(self, event: str, told: dict[str, Any] | None = None, **fields: Any) -> None:
+        """Change fields and publish; ``told`` is for the history alone. Raises OSError when the file can't be written (a full
+        disk).
 
         The status is written last: whoever reads "prepared" may dump at once, and nothing of ours is under way then.
         """
@@ -34,15 +35,19 @@ class Status:
         self.value["snapshot_ready"] = self.value["state"] == protocol.PREPARED
         self.value["leader"]["pid_namespace"] = protocol.pid_namespace()
         self.value["updated"] = protocol.timestamp()
-        shown = {key: self.value[key] for key in ("state", "generation", "mode")}
-        protocol.append_event(self._config["control_dir"], event, **shown, **_brief(fields.get("last")))
+        shown = {key: self.value[key] for key in ("state", "generation", "mode", "graphs")}
+        protocol.append_event(self._config["control_dir"], event, **shown, **(told or _brief(fields.get("last"))))
         self.pending = True
         protocol.write_json(self.path, self.value)
         self.pending = False
 
     def under_way(self, action: str, step: str) -> None:
-        """Leave word of what comes next: whoever finds this process dead or stuck can say in which step. Best effort."""
-        self.value["under_way"] = {"action": action, "step": step}
+        """Leave word of what comes next: whoever finds this process dead or stuck can say in which step."""
+        self.show(under_way={"action": action, "step": step})
+
+    def show(self, **fields: Any) -> None:
+        """Change fields without a line in the history. Best effort."""
+        self.value.update(fields)
         with contextlib.suppress(OSError):
             protocol.write_json(self.path, self.value)
 

@@ -36,6 +36,8 @@ def config(control: Path, **more: Any) -> dict[str, Any]:
         "require_level": "",
         "env_allow": [],
         "io_uring": "block",
+        "recapture": "background",
+        "kv_cache": "release",
         **more,
     }
 

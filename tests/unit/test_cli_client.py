@@ -32,6 +32,25 @@ def test_ready_after_a_restore_by_somebody_else(control: ControlDirectory) -> No
     assert client.wait_for(control, "ready", 0)["state"] == "serving"
 
 
+def test_captured_is_serving_with_graphs(control: ControlDirectory) -> None:
+    def serving(**fields: Any) -> None:
+        control.write_status("serving", leader=leader(os.getpid()), **fields)
+
+    serving(graphs="recapturing 1/7")
+    with pytest.raises(client.RequestFailed, match="were not captured within 0 s; the state is recapturing 1/7"):
+        client.wait_for_graphs(control, 0)
+    later = threading.Timer(0.2, lambda: serving(graphs="captured"))
+    later.start()
+    assert client.wait_for_graphs(control, 60)["graphs"] == "captured"
+    later.join()
+    serving(graphs="eager", graphs_error="out of memory")
+    with pytest.raises(client.RequestFailed, match="the engine serves without CUDA graphs: out of memory"):
+        client.wait_for_graphs(control, 60)
+    control.write_status("prepared", leader=leader(os.getpid()), graphs="eager")
+    with pytest.raises(client.RequestFailed, match="state serving was not reached"):
+        client.wait_for_graphs(control, 0)
+
+
 @pytest.mark.parametrize("seconds", [0, 60])
 def test_a_state_whose_writer_is_gone(control: ControlDirectory, seconds: float) -> None:
     """Said as soon as it is clear, after the time that a launcher needs to start."""

@@ -19,6 +19,7 @@ from nvsnap_launch.outcome import Facts, decide
         # In the middle of an action its death is that action's failure; the leader's own is told as it was.
         (Facts(status=0, dead=["engine process 7 (core)"], under_way={"action": "prepare", "step": "release"}), 75),
         (Facts(status=1, dead=["engine process 7 (core)"], under_way={"action": "restore", "step": "reacquire"}), 74),
+        (Facts(status=0, dead=["engine process 7 (core)"], under_way={"action": "recapture", "step": "recapture"}), 74),
         (Facts(status=1, dead=["engine process 7 (core)"], under_way={"odd": "words"}), 1),
         (Facts(status=-signal.SIGKILL, under_way={"action": "restore", "step": "reacquire"}), 137),
         (Facts(status=0, dumped="id"), 0),

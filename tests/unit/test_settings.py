@@ -65,6 +65,8 @@ def test_signal_names(text: str, number: int) -> None:
         ("stdio", "file:", "'file:'"),
         ("stdio", "somewhere", "'somewhere'"),
         ("require_level", "best", "'best'"),
+        ("recapture", "on", "'background', 'blocking' or 'off'"),
+        ("kv_cache", "drop", "'release' or 'keep'"),
         ("env_allow", "POD_IP,A=B", "'A=B' is not the name of an environment variable"),
     ],
 )
@@ -99,6 +101,14 @@ def test_the_hooks_configuration_is_complete_json() -> None:
 def test_what_the_engine_may_do_with_io_uring_reaches_the_hooks() -> None:
     assert Settings.load().hooks_config(Path("/c"), "x")["io_uring"] == "block"
     assert Settings.load(io_uring="allow").hooks_config(Path("/c"), "x")["io_uring"] == "allow"
+
+
+def test_what_becomes_of_graphs_and_cache_reaches_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Settings.load().hooks_config(Path("/c"), "x")
+    assert (config["recapture"], config["kv_cache"]) == ("background", "release")
+    monkeypatch.setenv("NVSNAP_RECAPTURE", "off")
+    config = Settings.load(kv_cache="keep").hooks_config(Path("/c"), "x")
+    assert (config["recapture"], config["kv_cache"]) == ("off", "keep")
 
 
 def test_the_metadata_path_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,8 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
             registry.register("server", kwargs["client_index"], required("leader"))
             return None
 
-        engine = VllmEngine(_shape_refusal(args[0] if args else kwargs["vllm_config"], kwargs))
+        config = args[0] if args else kwargs["vllm_config"]
+        engine = VllmEngine(_shape_refusal(config, kwargs), captures_graphs(config))
         registry.register("leader", None, required("leader"))
         control.start(engine)
         return engine
@@ -79,9 +80,17 @@ def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:
     """Shapes that the adapter does not cover (yet): said at once, not found out half way."""
     from . import shapes
 
-    shape = {name: int(getattr(config.parallel_config, name, 0)) for name in shapes.LIMITS}
+    names = (*shapes.LIMITS, *shapes.CPU_LIMITS)
+    shape = {name: int(getattr(config.parallel_config, name, 0)) for name in names}
     shape["api_server_count"] = kwargs.get("client_count", 1)
-    return shapes.refusal(str(config.device_config.device_type), shape)
+    return shapes.refusal(shapes.name_of(str(config.device_config.device_type)), shape)
+
+
+def captures_graphs(config: Any) -> bool:
+    """Is the engine to capture CUDA graphs at its start? vLLM settles it when it makes its configuration: not where it runs
+    eager, nor on CPU (0.27.1, vllm/config/vllm.py, VllmConfig.__post_init__)."""
+    mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
+    return getattr(mode, "name", "NONE") != "NONE"
 
 
 def wrap_engine_shutdown(original: Callable[..., None]) -> Callable[..., None]:
@@ -89,6 +98,8 @@ def wrap_engine_shutdown(original: Callable[..., None]) -> Callable[..., None]:
 
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(Exception):  # also called by __del__, while the interpreter is being taken down
+            if isinstance(engine := control.engine(), VllmEngine):
+                engine.ending = True
             registry.orderly_end()
         original(self, *args, **kwargs)
 
@@ -121,7 +132,7 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, refusal: str | None = None) -> None:
+    def __init__(self, refusal: str | None = None, captures: bool = False) -> None:
         from . import version
 
         entry = versions.lookup(version)
@@ -130,6 +141,8 @@ class VllmEngine:
         self.verified = entry is not None
         self.refusal = refusal
         self.unpatched = False
+        self.captures_graphs = captures  # at its start
+        self.ending = False  # told to stop: calls into the core may fail now
         self.listening = threading.Event()
         self._llm: Any = None
         self._loop: AbstractEventLoop | None = None

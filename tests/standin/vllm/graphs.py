@@ -1,0 +1,95 @@
+"""Pretended CUDA graphs of this rank (STANDIN_GRAPHS): the hooks' own worker part drives them as those of a GPU."""
+
+import os
+import time
+
+import torch
+
+SECONDS = 0.005  # that the capture of one takes
+
+TOTAL = int(os.environ.get("STANDIN_GRAPHS") or 0)
+
+
+class Graphs:
+    name = "CUDA graphs"
+
+    def __init__(self):
+        self.captured, self.released = TOTAL, False
+
+    def release(self):
+        self.captured, self.released = 0, True
+        return {}
+
+    def reacquire(self):
+        self.released = False
+        return {}
+
+    def residue(self):
+        return [f"{self.captured} graphs"] if self.captured else []
+
+
+class Gpu:
+    """In place of nvsnap_hooks.vllm.gpu.Gpu."""
+
+    name = "GPU memory"
+
+    def __init__(self):
+        self.graphs = _graphs
+
+    def parts(self, site, options):
+        from nvsnap_hooks.vllm.site import Part
+
+        return [Part(self.graphs, list, self.graphs.release, self.graphs.reacquire)], []
+
+    def recapture(self, site, count):
+        """All ranks together, or none has any."""
+        error, fine = None, torch.ones(1)
+        try:
+            capture(min(count, TOTAL - self.graphs.captured))
+        except Exception as found:
+            error, fine = found, torch.Tensor([0])
+        coordinator = site.coordinators[0]
+        torch.distributed.all_reduce(fine, group=coordinator.cpu_group)
+        if fine[0] < coordinator.world_size:
+            self.graphs.captured = 0
+            raise error or RuntimeError("another rank could not capture its CUDA graphs")
+        return {}
+
+    def graph_count(self, site):
+        return {"captured": self.graphs.captured, "total": TOTAL}
+
+    def trim(self, site):
+        return {}
+
+    def memory(self, site):
+        return {}
+
+    def residue(self, site):
+        return []
+
+
+_graphs = Graphs()
+
+
+def capture(count):
+    time.sleep(SECONDS * count)
+    _graphs.captured += count
+
+
+def in_use():
+    """As after a cold start once all of them are there; with some of them a rank runs eager."""
+    return bool(TOTAL) and _graphs.captured == TOTAL
+
+
+def pretend():
+    if not TOTAL:
+        return
+    from nvsnap_hooks.vllm.worker import _Rank
+
+    original = _Rank.__init__
+
+    def __init__(rank, wrapper):
+        original(rank, wrapper)
+        rank.gpu = Gpu()
+
+    _Rank.__init__ = __init__
