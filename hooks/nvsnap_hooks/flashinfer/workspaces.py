@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..vllm.site import Site
 
+_ALL_REDUCE = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 SLOTS = ("_fi_ar_workspace", "_fi_ar_quant_workspace")  # vLLM's globals: both may name one workspace
 
 
@@ -98,7 +99,8 @@ class Workspaces:
 
 
 def _vllm() -> Any:
-    return versions.load("flashinfer_all_reduce")
+    """vLLM's module; None where the engine did without it (one GPU): importing it would import FlashInfer."""
+    return sys.modules.get(_ALL_REDUCE)
 
 
 def _spanned() -> dict[int, Any]:
@@ -108,7 +110,7 @@ def _spanned() -> dict[int, Any]:
 
 
 def _records(site: Site) -> list[Record]:
-    found = {id(w): w for slot in SLOTS if (w := getattr(_vllm(), slot)) is not None}
+    found = {id(w): w for slot in SLOTS if (w := getattr(_vllm(), slot, None)) is not None}
     return [Record(workspace, _owner(site, workspace)) for workspace in found.values()]
 
 
