@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hooks_support  # noqa: F401 (the hooks' path)
+import hooks_support
 import pytest
+from nvsnap_hooks import protocol
 from nvsnap_hooks.graphs import BACKGROUND, BLOCKING, LATER, OFF, Graphs
+from nvsnap_hooks.machine import Fatal, Machine
 
 
 def reports(*counts: tuple[int, int]) -> list[dict[str, Any]]:
@@ -119,3 +122,63 @@ def test_what_the_configuration_says(mode: str | None, expected: bool) -> None:
     named = SimpleNamespace(name=mode) if mode else None
     assert captures_graphs(SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=named))) is expected
     assert captures_graphs(SimpleNamespace()) is False
+
+
+class Ranks:
+    """An engine whose ranks capture what they are asked to, or fail in one way."""
+
+    name, version, verified, level, refusal, captures_graphs = "vllm", "0.26.0", True, "gpu", None, True
+
+    def __init__(self) -> None:
+        self.ending = False
+        self.error: Exception | None = None
+        self.captured = 0
+        self.asked: list[int] = []
+
+    def on_ranks(self, action: str, timeout: float, count: int) -> list[dict[str, Any]]:
+        if self.error:
+            raise self.error
+        self.asked.append(count)
+        self.captured = min(7, self.captured + count)
+        graphs = {"captured": self.captured, "total": 7}
+        rank = {
+            "pid": 1,
+            "ok": True,
+            "error": None,
+            "seconds": 0.01 * count,
+            "steps": [],
+            "residue": [],
+            "graphs": graphs,
+        }
+        return [{**rank, "rank": number} for number in (0, 1)]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    found = Machine(protocol.Config(hooks_support.config(tmp_path)), Ranks(), lambda: True)
+    found.status.value["state"] = protocol.SERVING
+    found.graphs.take(reports((0, 7)))
+    found.graphs.begin()
+    return found
+
+
+def test_chunk_after_chunk_until_all_are_there(machine: Machine, tmp_path: Path) -> None:
+    while machine.chunk_is_due():
+        machine.recapture()
+        assert not (tmp_path / protocol.DEADLINE_FILE).exists()
+    assert machine.engine.asked == [1, 2, 4]
+    found = protocol.read_json(tmp_path / protocol.STATUS_FILE) or {}
+    assert (found["graphs"], found["under_way"]) == ("captured", None)
+
+
+def test_an_engine_that_was_told_to_stop_is_not_failed(machine: Machine, tmp_path: Path) -> None:
+    """Its core is on its way out, and does not answer any more."""
+    machine.engine.error = RuntimeError("the engine core can't be reached")
+    machine.engine.ending = True
+    machine.recapture()
+    assert not machine.chunk_is_due()
+    assert not (tmp_path / protocol.DEADLINE_FILE).exists()
+    machine.engine.ending = False
+    with pytest.raises(Fatal, match="the engine core can't be reached") as caught:
+        machine.recapture()
+    assert caught.value.exit_code == protocol.EXIT_RESTORE_FAILED
