@@ -34,12 +34,12 @@ class Plants:
                 weight.data.normal_(0.0, spread, generator=generator)
         return rank
 
-    def plant(self, kind: str, rank: int = -1) -> str:
-        """Leave something of that kind on one rank, or on all (-1). Collective for those that need peers."""
+    def plant(self, kind: str, rank: str = "") -> str:
+        """Leave something of that kind on one rank, or on all. Collective for those that need peers."""
         import torch
 
         mine = torch.distributed.get_rank()
-        if rank not in (-1, mine):
+        if rank and int(rank) != mine:
             return ""
         result: str = getattr(self, f"_plant_{kind}")() or kind
         return f"{result} on rank {mine}"
@@ -103,13 +103,12 @@ class Plants:
         _kept["graph"] = [graph, x, y]
 
     def _plant_communicator(self) -> None:
-        """A group of torch's with a live NCCL communicator that no coordinator of vLLM's knows."""
+        """A group of torch's that no coordinator of vLLM's knows; on GPUs with a live NCCL communicator."""
+        import torch
         import torch.distributed as dist
 
-        group = dist.new_group(backend="nccl")
-        import torch
-
-        dist.all_reduce(torch.ones(8, device="cuda"), group=group)
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(8, device=self.device), group=group)  # type: ignore[attr-defined]
         _kept["communicator"] = lambda: dist.destroy_process_group(group)
 
     def _plant_symmetric_memory(self) -> None:

@@ -151,8 +151,16 @@ def test_peer_memory_mapped_by_a_handle(plant: Plant, addresses: int) -> None:
 
 def test_peer_memory_opened_by_ipc(plant: Plant, addresses: int) -> None:
     """It shows as memory of the own GPU."""
+    plant.own(addresses, 6 << 20)
     plant.opened_by_ipc(addresses + (6 << 20))
     assert peers.residue(OWN) == ["memory of another process is open through CUDA IPC: 1 allocations, 4.0 MiB"]
+
+
+def test_without_ipc_nothing_is_open_through_it(plant: Plant, addresses: int) -> None:
+    """On a machine where nothing at all can be exported."""
+    plant.opened_by_ipc(addresses)
+    plant.opened_by_ipc(addresses + (6 << 20))
+    assert peers.residue(OWN) == []
 
 
 def test_context_on_another_gpu(cuda: Any, plant: Plant, addresses: int) -> None:
@@ -176,8 +184,8 @@ def test_each_allocation_once_and_few_questions(cuda: Any, plant: Plant, address
     found = Driver(cuda)
     seen = list(found.memory(addresses, addresses + (64 << 20)))
     assert seen == [
-        Memory(addresses + PAGE, 24 << 20, OWN, False),
-        Memory(addresses + PAGE + (24 << 20), PAGE, OWN, False),
+        Memory(addresses + PAGE, 24 << 20, OWN, True, True),
+        Memory(addresses + PAGE + (24 << 20), PAGE, OWN, True, True),
     ]
     assert cuda.fake_calls() == 1 + 2 + (64 - 28) // 2
 

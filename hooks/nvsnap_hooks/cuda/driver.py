@@ -26,13 +26,20 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 class Memory(NamedTuple):
     """One allocation as the driver maps it here: address and size in bytes, and the GPU by which this process reaches it.
 
-    ``imported``: opened through a handle of CUDA IPC. The GPU is then that of the context that opened it.
+    ``plain``: of a context, so neither from a pool nor mapped by a handle of cuMemCreate's. ``exportable``: by CUDA IPC.
     """
 
     start: int
     size: int
     device: int
-    imported: bool
+    plain: bool
+    exportable: bool
+
+    @property
+    def opened(self) -> bool:
+        """Opened by CUDA IPC: what was opened can't be exported again (driver 580; its GPU is that of the context that opened
+        it). A module's variables can't be either, but are smaller than a page."""
+        return self.plain and not self.exportable and self.size >= PAGE
 
 
 class Driver:
@@ -100,14 +107,8 @@ class Driver:
         if self._attribute(start, _TYPE) != _DEVICE_MEMORY:
             return None  # host memory, or addresses without any (driver 580: what is left of torch's symmetric memory)
         device = ctypes.c_int(self._attribute(start, _DEVICE) or 0).value
-        return Memory(start, size, device, self._is_imported(start, size))
-
-    def _is_imported(self, start: int, size: int) -> bool:
-        """Read off driver 580: memory of cuMemAlloc can be exported by IPC, what was opened by IPC can't be again. Nor can
-        memory from a pool or one that is mapped by a handle (it has no context), nor a module's variables, which are small."""
-        if size < PAGE or self._attribute(start, _IPC_CAPABLE) != 0:
-            return False
-        return bool(self._attribute(start, _CONTEXT)) and not self._attribute(start, _POOL)
+        plain = bool(self._attribute(start, _CONTEXT)) and not self._attribute(start, _POOL)
+        return Memory(start, size, device, plain, bool(self._attribute(start, _IPC_CAPABLE)))
 
     def _attribute(self, address: int, kind: int) -> int | None:
         """None where the driver has no answer."""

@@ -29,13 +29,15 @@ def residue(device: int) -> list[str]:
 
 
 def _mapped(driver: Driver, device: int) -> list[str]:
+    found = [memory for start, end in reserved() for memory in driver.memory(start, end)]
+    # Where CUDA IPC does not work, nothing can be exported: that does not mean that all of it was opened.
+    works = any(memory.exportable for memory in found)
     sizes: defaultdict[str, list[int]] = defaultdict(list)
-    for start, end in reserved():
-        for memory in driver.memory(start, end):
-            if memory.imported:
-                sizes["memory of another process is open through CUDA IPC"].append(memory.size)
-            elif memory.device != device:
-                sizes[f"memory of GPU {memory.device} is mapped"].append(memory.size)
+    for memory in found:
+        if memory.device != device:
+            sizes[f"memory of GPU {memory.device} is mapped"].append(memory.size)
+        elif works and memory.opened:
+            sizes["memory of another process is open through CUDA IPC"].append(memory.size)
     return [f"{what}: {len(each)} allocations, {sum(each) / MIB:.1f} MiB" for what, each in sorted(sizes.items())]
 
 
