@@ -6,25 +6,32 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from nvsnap_hooks.vllm.versions import Entry
+
 BEGIN = "<!-- versions: written by `make matrix` -->"
 END = "<!-- end of versions -->"
-HEADER = ("| vLLM | level | torch | seen on |", "|---|---|---|---|")
+HEADER = ("| vLLM | torch | FlashInfer | without GPUs | seen on | `gpu` seen on |", "|---|---|---|---|---|---|")
 NONE = "-"
 
 
 class Row(NamedTuple):
+    """Days are YYYY-MM-DD."""
+
     version: str
-    level: str
-    torch: str  # "" where no engine was installed
-    date: str  # of the run, as YYYY-MM-DD
+    torch: str  # what the wheel asks for, as FlashInfer
+    flashinfer: str
+    cpu: str  # the level
+    day: str
+    gpu: str  # the day of a run on two GPUs, "" for none
 
     def line(self) -> str:
-        return f"| {self.version} | `{self.level}` | {self.torch or NONE} | {self.date} |"
+        cells = [self.version, self.torch, self.flashinfer, f"`{self.cpu}`", self.day, self.gpu]
+        return f"| {' | '.join(cell or NONE for cell in cells)} |"
 
     @classmethod
     def parse(cls, line: str) -> Row:
-        version, level, torch, date = (cell.strip(" `") for cell in line.strip("|").split("|"))
-        return cls(version, level, "" if torch == NONE else torch, date)
+        cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        return cls(*("" if cell == NONE else cell for cell in cells))
 
 
 def rows(text: str) -> list[Row]:
@@ -33,18 +40,22 @@ def rows(text: str) -> list[Row]:
     return [Row.parse(line) for line in table.strip().splitlines()[len(HEADER) :]]
 
 
-def updated(text: str, found: Iterable[Row], claims: Mapping[str, str]) -> str:
-    """The text with the rows of this run in it, in the order of the claims (version -> level).
+def updated(text: str, found: Iterable[Row], claims: Mapping[str, Entry]) -> str:
+    """The text with the rows of this run in it, in the order of the claims; what was seen on GPUs is as they say.
 
     An earlier row stays as long as its version still claims the level that was seen then.
     """
     before, _, after = _parts(text)
     known = {row.version: row for row in [*rows(text), *found]}
-    kept = [known[version] for version, level in claims.items() if version in known and known[version].level == level]
+    kept = [
+        known[version]._replace(gpu=claim.gpu)
+        for version, claim in claims.items()
+        if version in known and known[version].cpu == claim.cpu
+    ]
     return before + "\n".join(["", *HEADER, *(row.line() for row in kept), ""]) + after
 
 
-def write(path: Path, found: Iterable[Row], claims: Mapping[str, str]) -> None:
+def write(path: Path, found: Iterable[Row], claims: Mapping[str, Entry]) -> None:
     path.write_text(updated(path.read_text(encoding="utf-8"), found, claims), encoding="utf-8")
 
 

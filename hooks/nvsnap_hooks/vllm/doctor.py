@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 
 from .. import registry
-from . import versions
+from . import targets, versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,20 +25,21 @@ def check() -> list[dict[str, Any]]:
     entry = versions.lookup(version)
     assert entry is not None
     found = [{"name": "vllm", "ok": True, "detail": f"{version}, verified at level {entry.level}"}]
-    return found + [_target(name, target) for name, target in entry.targets.items()]
+    on_gpu = device()[0] != "cpu"
+    return found + [_target(*item) for item in entry.targets.items() if on_gpu or item[1].roles != targets.GPU]
 
 
 def device() -> tuple[str, str | None]:
     """What the engine would run on here, and why that is refused. Imports the engine."""
     from vllm.platforms import current_platform
 
-    from .shapes import device_refusal
+    from .shapes import device_refusal, name_of
 
-    name = str(current_platform.device_type)
+    name = name_of(str(current_platform.device_type))
     return name, device_refusal(name)
 
 
-def _target(name: str, target: versions.Target) -> dict[str, Any]:
+def _target(name: str, target: targets.Target) -> dict[str, Any]:
     where = f"{target.module}.{target.qualname}".rstrip(".")
     try:
         registry.check(importlib.import_module(target.module), target.qualname, target.parameters, target.names)

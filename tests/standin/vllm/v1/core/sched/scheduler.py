@@ -13,6 +13,9 @@ class Scheduler:
     def set_pause_state(self, pause_state):
         self._pause_state = pause_state
 
+    def reset_prefix_cache(self, reset_running_requests=False):
+        return True
+
     def running(self):
         return [] if self._pause_state == PauseState.PAUSED_ALL else list(self.requests.values())
 
