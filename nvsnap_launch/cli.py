@@ -119,6 +119,7 @@ _SETTINGS = (
     ("--unverified", "HOW", "An engine version that is not verified: run (without patches) or refuse. [run]"),
     ("--require-level", "LEVEL", "Least verified level: resolves, cycles, criu or gpu."),
     ("--transports", "HOW", "off keeps NCCL from NVLink and shared memory, at a high price. [on]"),
+    ("--multicast", "HOW", "on lets NVLink multicast be used on GPUs, which can't be checkpointed. [off]"),
     ("--stdio", "WHERE", "The engine's output: auto (files that are tailed), inherit or file:PATH. [auto]"),
     ("--grace-s", "S", "From TERM until the whole tree is ended. [20]"),
     ("--io-uring", "HOW", "block (CRIU cannot dump it) or allow. [block]"),

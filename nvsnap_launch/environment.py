@@ -21,6 +21,16 @@ TRANSPORTS_COST = (
     "measured on 2 GPUs, that and no CUDA graphs gave 13 times fewer tokens a second"
 )
 
+# NVLink multicast (NVLS): the driver can't checkpoint it, and what NCCL says it gave back may still be bound
+# (https://github.com/NVIDIA/nccl/issues/2117). So on a machine with GPUs it is not begun. FlashInfer's "auto" would take it.
+MULTICAST_OFF = {
+    b"NCCL_NVLS_ENABLE": b"0",
+    b"TORCH_SYMM_MEM_DISABLE_MULTICAST": b"1",
+    b"NVSHMEM_DISABLE_NVLS": b"1",
+    b"VLLM_FLASHINFER_ALLREDUCE_BACKEND": b"trtllm",
+}
+GPUS = Path("/dev/nvidiactl")
+
 
 def for_child(settings: Settings, control_dir: Path, cookie: str) -> tuple[Environment, list[str]]:
     """The environment to execute the engine with, and what to tell the user about it."""
@@ -29,7 +39,12 @@ def for_child(settings: Settings, control_dir: Path, cookie: str) -> tuple[Envir
         _add_hooks(environment, settings, control_dir, cookie)
     elif environment.get(os.fsencode(protocol.CONFIG_VARIABLE), b"").startswith(b"{"):
         del environment[os.fsencode(protocol.CONFIG_VARIABLE)]  # another launcher's, which is not this engine's
-    return environment, _transports_off(environment) if settings.transports == "off" else []
+    notes = []
+    if settings.hooks == "on" and settings.multicast == "off" and GPUS.exists():
+        notes += _set(environment, MULTICAST_OFF)
+    if settings.transports == "off":
+        notes += [TRANSPORTS_COST, *_set(environment, TRANSPORTS_OFF)]
+    return environment, notes
 
 
 def _as_given() -> Environment:
@@ -53,10 +68,9 @@ def _add_hooks(environment: Environment, settings: Settings, control_dir: Path, 
     environment[os.fsencode(protocol.CONFIG_VARIABLE)] = config.encode()
 
 
-def _transports_off(environment: Environment) -> list[str]:
-    notes = [TRANSPORTS_COST]
-    for name, value in TRANSPORTS_OFF.items():
-        found = environment.setdefault(name, value)
-        if found != value:
-            notes.append(f"{name.decode()} stays {os.fsdecode(found)}, as you set it")
-    return notes
+def _set(environment: Environment, wanted: Environment) -> list[str]:
+    """What the user set stays, and is said."""
+    for name, value in wanted.items():
+        environment.setdefault(name, value)
+    changed = {name: environment[name] for name, value in wanted.items() if environment[name] != value}
+    return [f"{name.decode()} stays {os.fsdecode(value)}, as you set it" for name, value in changed.items()]

@@ -45,6 +45,7 @@ class Settings(BaseSettings):
     unverified: Literal["run", "refuse"] = "run"
     require_level: Literal["", "resolves", "cycles", "criu", "gpu"] = ""
     transports: Literal["on", "off"] = "on"
+    multicast: Literal["off", "on"] = "off"
     stdio: str = "auto"
     grace_s: Seconds = 20.0
     io_uring: Literal["block", "allow"] = "block"

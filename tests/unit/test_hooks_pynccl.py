@@ -57,6 +57,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name, wrap in wrappers:
         monkeypatch.setattr(NCCLLibrary, name, wrap(getattr(NCCLLibrary, name)))
     monkeypatch.setattr(NCCLLibrary, "failures", 0)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     yield windows
 
 
@@ -126,6 +127,15 @@ def test_what_could_not_be_brought_back_is_found_first(wrapped: SimpleNamespace)
 
     communicator.group = object()  # a StatelessProcessGroup
     assert part.obstacles(site) == ["tp:0 was not made over its CPU group"]
+
+
+@pytest.mark.parametrize("value", ["1", "2", None])
+def test_multicast_is_refused_unless_it_is_off(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    site = alone()
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    if value is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", value)
+    assert Pynccl().obstacles(site) == [pynccl.MULTICAST]
 
 
 def test_one_that_was_made_unseen_is_refused() -> None:

@@ -9,12 +9,11 @@ Facts: names come from a counter that every rank advances with every ``new_group
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 from typing import NamedTuple
 
-from .. import procfs
+from .. import collector, procfs
 from ..collector import referrers as referrers_of
 
 TYPE_CHECKING = False
@@ -106,7 +105,7 @@ class Groups:
             holder.clear()
         dist.destroy_process_group()
         if self.residue():  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
-            gc.collect()
+            collector.collect()
         return {"groups": len(handles) + 1, "cached handles": len(self._holders)}
 
     # -- reacquire ------------------------------------------------------------------------------

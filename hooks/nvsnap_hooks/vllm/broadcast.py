@@ -6,11 +6,10 @@ The executor's own RPC queues are another thing and stay: they carry this very c
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 
-from .. import procfs
+from .. import collector, procfs
 from . import versions
 
 TYPE_CHECKING = False
@@ -47,7 +46,7 @@ class Broadcasters:
             queue.shutdown()
             del queue, ring
         if self.residue():  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
-            gc.collect()
+            collector.collect()
         return {"queues": len(self._owners)} if self._owners else {}
 
     def reacquire(self) -> dict[str, Any]:

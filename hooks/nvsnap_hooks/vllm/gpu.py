@@ -6,8 +6,7 @@ Graphs go first: destroying a communicator that a live graph captured hangs. Eac
 
 from __future__ import annotations
 
-import gc
-
+from .. import collector
 from ..cuda import peers
 from ..flashinfer.workspaces import Workspaces
 from .all_to_all import AllToAll
@@ -62,7 +61,7 @@ class Gpu:
         import torch
 
         if any(resource.residue() for resource in self.before_groups):
-            gc.collect()
+            collector.collect()
         site.synchronize()
         torch.cuda.empty_cache()
         return self.memory(site)

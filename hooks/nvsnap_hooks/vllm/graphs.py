@@ -7,7 +7,6 @@ runner, its speculator and its model state; and the ``EncoderCudaGraphManager`` 
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 import weakref
@@ -264,7 +263,7 @@ def _drop(held: Holders) -> int:
     if any(
         graph() is not None for graph in live
     ):  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
-        gc.collect()
+        collector.collect()
     return len(live)
 
 

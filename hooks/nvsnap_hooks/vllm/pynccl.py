@@ -7,6 +7,7 @@ scratch buffers live in memory that is registered with one communicator.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from . import versions
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .site import Site
+
+# ncclCommDestroy reports success where a multicast object is still bound (https://github.com/NVIDIA/nccl/issues/2117).
+MULTICAST = "NCCL may use NVLink multicast, which it does not give back: start the engine with NCCL_NVLS_ENABLE=0"
 
 # ncclComm_t of each communicator that was made and not destroyed.
 _live: set[int] = set()
@@ -55,6 +59,7 @@ class Pynccl(Communicators):
         foreign, unseen = _live - owned, owned - _live
         return [
             *(["NCCL windows are in use (VLLM_USE_NCCL_SYMM_MEM)"] if getattr(windows, "_mem_pool", None) else ()),
+            *([MULTICAST] if found and os.environ.get("NCCL_NVLS_ENABLE") != "0" else ()),
             *([f"{len(foreign)} NCCL communicators belong to no group"] if foreign else ()),
             *([f"{len(unseen)} NCCL communicators were made unseen"] if unseen else ()),
             *(f"{c.unique_name} was not made over its CPU group" for c, p in found if p.group is not c.cpu_group),
