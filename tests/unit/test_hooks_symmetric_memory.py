@@ -162,3 +162,5 @@ def test_what_torch_would_not_let_go_of_is_refused(monkeypatch: pytest.MonkeyPat
     assert part.obstacles(site) == [
         "torch's rendezvous can't be followed: missing: torch.distributed._symmetric_memory"
     ]
+    monkeypatch.setitem(registry.patches, "symmetric_rendezvous", registry.NOT_IMPORTED)
+    assert part.obstacles(site) == [], "nobody can have used it"

@@ -23,6 +23,8 @@ class SymmetricMemory(Communicators):
 
     def obstacles(self, site: Site) -> list[str]:
         followed = registry.patches.get("symmetric_rendezvous")
+        if followed == registry.NOT_IMPORTED:
+            return []  # nobody can have used it
         if followed != registry.APPLIED:
             return [f"torch's rendezvous can't be followed: {followed}"]
         return symmetric_memory.obstacles(site.device)
