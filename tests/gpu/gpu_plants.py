@@ -24,14 +24,15 @@ class Plants:
         import torch
 
         rank: int = torch.distributed.get_rank()
-        for name, weight in self.model_runner.model.named_parameters():  # type: ignore[attr-defined]
-            seed = name if ".gate." in name else f"{name} {rank}"  # every rank has the same router
-            generator = torch.Generator(weight.device).manual_seed(zlib.crc32(seed.encode()))
-            if weight.dim() < 2:
-                weight.data.fill_(1.0)
-            elif weight.is_floating_point():
-                spread = 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
-                weight.data.normal_(0.0, spread, generator=generator)
+        with torch.inference_mode():
+            for name, weight in self.get_model().named_parameters():  # type: ignore[attr-defined]
+                seed = name if ".gate." in name else f"{name} {rank}"  # every rank has the same router
+                generator = torch.Generator(weight.device).manual_seed(zlib.crc32(seed.encode()))
+                if weight.dim() < 2:
+                    weight.fill_(1.0)
+                elif weight.is_floating_point():
+                    spread = 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
+                    weight.normal_(0.0, spread, generator=generator)
         return rank
 
     def plant(self, kind: str, rank: str = "") -> str:

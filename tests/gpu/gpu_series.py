@@ -32,7 +32,17 @@ MARK = "NVSNAP_GPU_SERIES"  # in the environment of all that a series starts
 LOG_BYTES = 400_000
 # What a row tells in its table.
 TOLD = (
-    *("speed 1", "speed 32", "speed 1 after", "speed 32 after", "ratio 1", "ratio 32", "drift", "different answers"),
+    *(
+        "speed 1",
+        "speed 32",
+        "speed 1 after",
+        "speed 32 after",
+        "ratio 1",
+        "ratio 32",
+        "drift",
+        "weights",
+        "different answers",
+    ),
     *("same", "agreement", "parked after tokens", "longest gap before", "gaps", "gaps after", "first tokens"),
     *("all graphs", "streams left at the last graph", "exit", "said", "clean again", "killed"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from demo import tree
 
 HERE = Path(__file__).resolve().parent
 START_S = 300.0  # of a first start, with everything to compile
+SILENT_S = 20  # that a server listens before its status says so
 
 # Nothing may make an NVLink multicast object: it can put the GPUs of the host out of service for others.
 NO_MULTICAST = {
@@ -98,6 +100,9 @@ class GpuServer(Server):
     shape: Shape = field(default_factory=lambda: SHAPES["dense"])
     place: Place = field(default_factory=lambda: Place(Path(sys.executable), "", Path("/tmp"), True))
     bare: bool = False
+    look_again: float = 0.0
+    weights: str = "random"
+    heard: int = 0  # how often it was found listening
 
     @classmethod
     def of(cls, place: Place, name: str, folder: Path, bare: bool = False) -> GpuServer:
@@ -133,7 +138,13 @@ class GpuServer(Server):
         else:
             self._start_bare(seconds)
         if self.place.gpu:  # on CPU the weights are repacked when they are loaded
-            self.rpc("plant_weights")
+            try:
+                self.rpc("plant_weights")
+            except (
+                AssertionError,
+                OSError,
+            ) as error:  # the answers then tell less, which is no reason to measure nothing
+                self.weights = f"vLLM's dummy weights: {error}"
 
     def _start_bare(self, seconds: float) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -152,11 +163,17 @@ class GpuServer(Server):
         self.remember()
 
     def _up(self) -> bool:
-        if not self.bare:
-            return super()._up()
         assert self.process is not None
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}: {self.words()}"
-        return gpu_client.healthy(self.port)
+        if not self.bare and self.status().get("state") == "serving":
+            return True
+        if time.monotonic() < self.look_again:
+            return False
+        self.look_again = time.monotonic() + 1
+        listens = gpu_client.healthy(self.port)
+        self.heard += listens
+        assert self.bare or self.heard < SILENT_S, f"it listens, and the hooks say nothing of it: {self.words()}"
+        return self.bare and listens
 
     @property
     def running(self) -> bool:
