@@ -275,7 +275,7 @@ def test_a_leader_that_is_gone_before_the_guards_first_line(control: Path) -> No
     code = """
         import json, os, subprocess, sys
         from nvsnap_hooks import control
-        engine = type("Engine", (), dict(name="vllm", version="0", verified=False, level="", refusal=None))()
+        engine = type("Engine", (), dict(name="vllm", version="0", verified=False, level="", refusal=None, captures_graphs=False))()
         started = control.Control(json.loads(os.environ["NVSNAP_HOOKS_CONFIG"]), engine)
         started.ensure_guard()
         print(started._guard.pid, flush=True)
@@ -312,7 +312,7 @@ def test_the_control_thread_starts_a_guard_again(control: Path) -> None:
     code = """
         import json, os, signal, sys, time
         from nvsnap_hooks import control
-        engine = type("Engine", (), dict(name="vllm", version="0", verified=False, level="", refusal=None))()
+        engine = type("Engine", (), dict(name="vllm", version="0", verified=False, level="", refusal=None, captures_graphs=False))()
         started = control.Control(json.loads(os.environ["NVSNAP_HOOKS_CONFIG"]), engine)
         assert started.ensure_guard() and started.ensure_guard()
         first = started._guard.pid
