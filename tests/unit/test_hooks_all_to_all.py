@@ -212,6 +212,17 @@ def test_a_newer_engine_on_an_older_flashinfer(monkeypatch: pytest.MonkeyPatch) 
     cycle(engine, Checkpointed(engine.alltoall))
 
 
+def test_one_sided_of_unknown_sizes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.20.2 and 0.21.0 keep only the workspace's size."""
+    engine, resource = Engine(monkeypatch, MnnvlMemory, MoeAlltoAll), AllToAll()
+    manager = FlashInferNVLinkOneSidedManager(engine.alltoall)
+    del manager.top_k, manager.max_num_tokens, manager.num_experts
+    engine.communicator.all2all_manager = manager
+    assert resource.obstacles(engine) == ["the memory of ep:0's FlashInferNVLinkOneSidedManager can't be made again"]
+    manager.initialized = False
+    assert resource.obstacles(engine) == [], "one that was never used has none"
+
+
 @pytest.mark.parametrize("memory", [MnnvlMemory, StableMemory])
 def test_two_sided(monkeypatch: pytest.MonkeyPatch, memory: type[MnnvlMemory]) -> None:
     engine = Engine(monkeypatch, memory, MoeAlltoAll)

@@ -46,10 +46,15 @@ class AllToAll:
 
     def obstacles(self, site: Site) -> list[str]:
         """Managers of a kind that can't be given up or brought back."""
-        return [
+        unknown = [
             f"{coordinator.unique_name} uses {communicator.all2all_backend} ({kind}), which can't be given up"
             for coordinator, communicator in site.communicators()
             if (kind := _kind(communicator)) not in (None, *WITHOUT_MEMORY, ONE_SIDED, TWO_SIDED)
+        ]
+        return unknown + [
+            f"the memory of {coordinator.unique_name}'s {ONE_SIDED} can't be made again"
+            for coordinator, manager in _with_memory(site)
+            if type(manager).__name__ == ONE_SIDED and not _keeps_address(manager) and not _keeps_sizes(manager)
         ]
 
     def release(self, site: Site) -> dict[str, Any]:
@@ -105,6 +110,11 @@ def _keeps_address(manager: Any) -> bool:
     return not hasattr(manager, "moe_alltoall") or hasattr(manager.moe_alltoall, "checkpoint_prepare")
 
 
+def _keeps_sizes(manager: Any) -> bool:
+    """Not in vLLM 0.20 and 0.21: there the one-sided memory is made of sizes that nobody notes."""
+    return all(hasattr(manager, name) for name in ("max_num_tokens", "top_k", "num_experts", "workspace_size"))
+
+
 def _give_up(manager: Any) -> None:
     if _keeps_address(manager):
         manager.checkpoint_prepare()
@@ -136,7 +146,7 @@ def _take_back(manager: Any) -> None:
 
 
 def _one_sided(manager: Any) -> Any:
-    """As the manager's ``initialize`` makes it (vLLM 0.20.2 to 0.32.0), of the size that it had."""
+    """As the manager's ``initialize`` makes it (vLLM 0.22.1 to 0.32.0), of the size that it had."""
     communicator = versions.load("mnnvl_communicator")(manager.cpu_group)
     return _flashinfer("trtllm_moe_alltoall").MoeAlltoAll(
         mapping=manager.mapping,
