@@ -274,8 +274,10 @@ def shapes(graphs: Graphs) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _graph_capture(device: str) -> Iterator[Any]:
-    yield sys.modules["torch"].cuda.stream("of this call")
+def _graph_capture(device: str) -> Iterator[None]:
+    """On a new stream each time, as vLLM's."""
+    with sys.modules["torch"].cuda.stream(object()):
+        yield
 
 
 def install(patch: pytest.MonkeyPatch) -> Gpu:

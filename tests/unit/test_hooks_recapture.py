@@ -108,20 +108,23 @@ def test_a_v1_runner_gets_its_graphs_back_and_then_its_encoders(gpu: Gpu) -> Non
 
 
 def test_a_call_is_quick_quiet_and_leaves_things_as_they_were(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
-    here, _ = v2()
+    here, runner = v2()
     _, recapture = released(here)
     torch = sys.modules["torch"]
     before = (gc.collect, gc.freeze, gc.unfreeze, torch.cuda.empty_cache, CUDAGraph.capture_begin)  # type: ignore[attr-defined]
     recapture.step(here, 1)
     gpu.asked.clear()
     collections: list[Any] = []
+    collecting: list[bool] = []
+    capture = runner.cudagraph_manager.capture
+    runner.cudagraph_manager.capture = lambda: (collecting.append(gc.isenabled()), capture())  # type: ignore
     gc.callbacks.append(lambda phase, info: collections.append(phase))
     try:
         with caplog.at_level(logging.INFO):
             recapture.step(here, 2)
     finally:
         gc.callbacks.pop()
-    assert (gpu.asked, collections, caplog.records) == ([], [], [])
+    assert (gpu.asked, collections, collecting, caplog.records) == ([], [], [False], [])
     assert CUDAGraph.modes == ["thread_local"] * 3
     assert before == (gc.collect, gc.freeze, gc.unfreeze, torch.cuda.empty_cache, CUDAGraph.capture_begin)  # type: ignore[attr-defined]
     assert gc.isenabled()

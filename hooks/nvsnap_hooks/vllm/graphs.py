@@ -260,9 +260,8 @@ def _drop(held: Holders) -> int:
             graphs.clear()
     for wrapper in _wrappers():
         wrapper.clear_graphs()
-    if any(
-        graph() is not None for graph in live
-    ):  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
+    # A cycle may hold one: a collection takes 0.3 s in an engine, so only then.
+    if any(graph() is not None for graph in live):
         collector.collect()
     return len(live)
 
