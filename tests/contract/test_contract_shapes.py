@@ -19,7 +19,7 @@ SHAPES = {
     ("--pipeline-parallel-size", "2"): "pipeline parallelism is not supported",
     ("--prefill-context-parallel-size", "2"): "context parallelism is not supported",
     ("--decode-context-parallel-size", "2"): "context parallelism is not supported",
-    ("--enable-expert-parallel",): "expert parallelism is not supported",
+    ("--enable-expert-parallel",): "expert parallelism is not supported on CPU",
 }
 
 

@@ -278,7 +278,6 @@ NO_SERVERS = "--api-server-count 2: prepare will be refused: several API servers
 NO_DP = "--data-parallel-size 2: prepare will be refused: data parallelism is not supported"
 NO_PP = "--pipeline-parallel-size 2: prepare will be refused: pipeline parallelism is not supported"
 NO_NODES = "prepare will be refused: more than one node is not supported"
-NO_EP = "--enable-expert-parallel: prepare will be refused: expert parallelism is not supported"
 
 
 def faults_of(command: list[str]) -> list[str]:
@@ -297,8 +296,8 @@ def faults_of(command: list[str]) -> list[str]:
         ("serve org/name --headless", "--headless: prepare will be refused: it has no API server"),
         ("serve org/name -pp 2", NO_PP),
         ("serve org/name -dcp 2", "--decode-context-parallel-size 2: prepare will be refused: context parallelism"),
-        ("serve org/name --enable-expert-parallel", NO_EP),
-        ("serve org/name -ep --port 8000", NO_EP),
+        ("serve org/name --enable-expert-parallel", ""),  # refused on CPU alone, which the arguments don't tell
+        ("serve org/name -ep --port 8000", ""),
         ("serve /no/such/model", "model: /no/such/model: there is no such"),
         ("serve models/no/such", "model: models/no/such: "),
         ("serve --model ./nope", "model: ./nope: "),
@@ -323,7 +322,13 @@ def test_doctor_looks_at_the_engines_arguments(arguments: str, words: str, shell
     [
         ("data-parallel-size: 2\n", "", [NO_DP]),
         ("---\n# shape\napi_server_count:  2  # two\nport: 80\npipeline-parallel-size: '2'\n", "", [NO_SERVERS, NO_PP]),
-        ("enable-expert-parallel: true\n", "", [NO_EP]),
+        (
+            "headless: true\n",
+            "",
+            [
+                "--headless: prepare will be refused: it has no API server (--headless); more than one node is not supported"
+            ],
+        ),
         ("model: /no/such/model\n", "", ["model: /no/such/model: there is no such file or folder"]),
         ("data-parallel-size: 2\n", "-dp 1", []),
         ("enable-expert-parallel: false\nheadless: False\n", "", []),
