@@ -74,7 +74,9 @@ _CPU: dict[str, Target] = {
     "compile_key": Target(_LEADER + _WORKER, "vllm.envs", "compile_factors"),
     # the engine core's main loop
     "core_main": Target(_CORE, _CORE_MODULE, "EngineCoreProc.run_engine_core", ("args", "dp_rank", "local_dp_rank")),
-    "core": Target(_CORE, _CORE_MODULE, "EngineCoreProc", names=("scheduler", "model_executor", "input_queue")),
+    "core": Target(
+        _CORE, _CORE_MODULE, "EngineCoreProc", names=("scheduler", "model_executor", "input_queue", "vllm_config")
+    ),
     "core_requests": Target(
         _CORE, _CORE_MODULE, "EngineCoreProc._handle_client_request", ("self", "request_type", "request")
     ),
@@ -123,7 +125,7 @@ _CPU: dict[str, Target] = {
     # Only imported where they are used: what they lack is found when a prepare looks at the segments (cpu_shm.py).
     "communicator": Target((), f"{_DEVICES}.cpu_communicator", "CpuCommunicator", names=("dist_module", "rank")),
     "shm_communicator": Target((), f"{_DEVICES}.cpu_communicator", "_CPUSHMDistributed", names=("group_name",)),
-    # torch 2.13 (0.26.0 has 2.11)
+    # torch, alike in 2.11.0, 2.13.0 and 2.14.0
     "torch_world": Target(_WORKER, _TORCH, "_World", names=("default_pg", "pg_names", "group_count")),
     "torch_groups": Target(_WORKER, _TORCH, "", names=("_world",)),
     "torch_init": Target(
