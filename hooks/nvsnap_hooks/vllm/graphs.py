@@ -70,16 +70,16 @@ class Graphs:
         return self._holders
 
     def obstacles(self, site: Site) -> list[str]:
-        import torch
-
         held = self.holders(site)
         found = []
         if getattr(site.config.parallel_config, "use_ubatching", False):
             found.append("graphs of micro-batches are not captured again")
         if getattr(site.config, "use_cumem_cudagraph_pool", False):
             found.append("graphs are in memory of the sleep mode (sleep_mode_offload_cudagraph)")
-        known = {id(graph) for graph in _graphs(held)}
-        unknown = sum(id(graph) not in known for graph in collector.instances(torch.cuda.CUDAGraph))
+        unknown = _unknown(held)
+        if unknown:
+            collector.collect()  # some may be garbage
+            unknown = _unknown(held)
         if unknown:
             found.append(f"{unknown} graphs are held by something unknown, which could not capture them again")
         return found
@@ -247,6 +247,14 @@ def _graphs(held: Holders) -> Iterator[Any]:
             yield entry.cudagraph
         for entry in wrapper.__dict__.get("entries", {}).values():  # breakable: a list of methods, ``replay`` of graphs
             yield from (getattr(segment, "__self__", None) for segment in getattr(entry.capture, "segments", ()))
+
+
+def _unknown(held: Holders) -> int:
+    """How many graphs have no known holder."""
+    import torch
+
+    known = {id(graph) for graph in _graphs(held)}
+    return sum(id(graph) not in known for graph in collector.instances(torch.cuda.CUDAGraph))
 
 
 def _drop(held: Holders) -> int:
