@@ -210,19 +210,30 @@ ASK = """
             importlib.import_module("vllm")
             for module in sorted({target.module for target in versions.running.values()}):
                 importlib.import_module(module)
-            print(json.dumps([registry.patches, importhook.errors]), flush=True)
+            there = [key for key in versions.running if registry.patches[key] == registry.APPLIED]
+            wrapped = [key for key in there if getattr(versions.load(key), "__nvsnap__", None) == key]
+            print(json.dumps([registry.patches, importhook.errors, wrapped]), flush=True)
             os._exit(0)
         os.wait()
 """
 
 
+WRAPPED = set(
+    "async_llm engine_shutdown http_startup compile_key core_main worker_main "
+    "nccl_comm_init nccl_comm_destroy nccl_comm_abort symmetric_rendezvous coordinator_init".split()
+)
+
+
 def patches(*folders: Path) -> list[dict[str, str]]:
+    """What became of each patch; what was to be wrapped is, where nothing was left out."""
     script = write(folders[0] / "ask.py", ASK)
     found = run([str(script), *map(str, folders)], environment(folders[0] / "control"))
     assert found.stderr == ""
     answers = [json.loads(line) for line in found.stdout.splitlines()]
-    assert [errors for _, errors in answers] == [[]] * len(folders)
-    return [states for states, _ in answers]
+    assert [errors for _, errors, _ in answers] == [[]] * len(folders)
+    for states, _, wrapped in answers:
+        assert set(wrapped) == {key for key in WRAPPED if states.get(key) == "applied"}
+    return [states for states, *_ in answers]
 
 
 def test_a_verified_version_is_patched_at_every_target(tmp_path: Path) -> None:
@@ -250,6 +261,20 @@ def test_a_target_that_is_gone_is_the_only_one_missing(tmp_path: Path) -> None:
         assert {key for key, state in found.items() if state != "applied"} == gone
         assert all(found[key].startswith("missing: ") for key in gone)
         assert set(wheel.faults(wheel.Wheel(folder), TARGETS)) == gone, "as the source says without running it"
+
+
+DOCTOR = "import json; from nvsnap_hooks.vllm import doctor; print(json.dumps(doctor.check()))"
+
+
+@pytest.mark.parametrize(("device", "missing"), [("cpu", set()), ("cuda", {"pynccl", "graph_manager"})])
+def test_what_only_gpus_need_is_looked_for_there(tmp_path: Path, device: str, missing: set[str]) -> None:
+    package(tmp_path, "0.32.0", TARGETS, leave_out=("pynccl", "graph_manager"))
+    write(tmp_path / "vllm" / "platforms" / "__init__.py", f"class current_platform:\n    device_type = {device!r}\n")
+    answer = run(DOCTOR, environment(None, tmp_path))
+    assert answer.stderr == ""
+    found = {check["name"]: check["ok"] for check in json.loads(answer.stdout)}
+    assert {name for name, ok in found.items() if not ok} == missing
+    assert "coordinator" in found and ("pynccl" in found) is (device == "cuda")
 
 
 def test_an_unverified_version_is_left_alone(tmp_path: Path) -> None:
