@@ -160,7 +160,9 @@ def shown(row: Row) -> str:
         lines.append(f"  cycle {number}: {_cycle(cycle)}")
     if "prepare" in row:
         lines.append(f"  {_cycle(row)}")
-    told = {key: row[key] for key in TOLD if key in row and not isinstance(row[key], dict)}
+    told = {
+        key: row[key] for key in TOLD if key in row and not (isinstance(row[key], dict) and key.startswith("speed"))
+    }
     if told:
         lines.append("  " + ", ".join(f"{key}: {value}" for key, value in told.items()))
     for kind, said in (row.get("refused") or {}).items():
