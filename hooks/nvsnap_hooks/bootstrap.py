@@ -38,6 +38,10 @@ def _installer(adapter: str) -> importhook.BeforeHook:
     def install(origin: str | None) -> None:
         from importlib import import_module
 
-        import_module(adapter).install(origin)
+        try:
+            import_module(adapter).install(origin)
+        except Exception as error:  # the engine is none the worse; but who waits for a prepare should know
+            protocol.say(f"the hooks could not be installed: {type(error).__name__}: {error}")
+            raise
 
     return install

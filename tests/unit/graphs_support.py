@@ -9,12 +9,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.graphs import Graphs
+from nvsnap_hooks.vllm.site import Site
 from nvsnap_hooks.vllm.versions import Target
 
 GRAPHS = "vllm.compilation.cuda_graph"
@@ -82,8 +83,8 @@ class Gpu:
             cuda=cuda,
             accelerator=SimpleNamespace(empty_cache=cuda.empty_cache),
             _C=SimpleNamespace(_host_emptyCache=lambda: self.asked.append("host")),
-            tensor=lambda values: SimpleNamespace(item=lambda: values[0]),
-            distributed=SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=SimpleNamespace(MIN="min")),
+            Tensor=list,
+            distributed=SimpleNamespace(all_reduce=lambda *_, **__: None),
         )
         return torch
 
@@ -260,13 +261,15 @@ def site(runner: Any, **config: Any) -> Any:
         "lora_config": None,
         "speculative_config": None,
     }
-    return SimpleNamespace(
+    here = SimpleNamespace(
         runner=runner,
         device="cuda:0",
         config=SimpleNamespace(**{**defaults, **config}),
         coordinators=[SimpleNamespace(world_size=1)],
         synchronize=lambda: None,
     )
+    here.agree = MethodType(Site.agree, here)
+    return here
 
 
 def shapes(graphs: Graphs) -> list[Any]:

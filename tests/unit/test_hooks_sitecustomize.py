@@ -279,3 +279,15 @@ def _seconds(env: dict[str, str]) -> float:
     subprocess.run([sys.executable, "-c", "pass"], env=env, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def test_hooks_that_do_not_load_are_said_and_the_engine_runs(tmp_path: Path, control: Path) -> None:
+    """Half of an upgrade, say. Without a word the server would serve, and its status stay at starting for ever."""
+    broken = tmp_path / "hooks"
+    shutil.copytree(HOOKS, broken)
+    (broken / "nvsnap_hooks" / "vllm" / "versions.py").write_text("from . import what_is_not_there\n")
+    write(tmp_path / "user" / "vllm" / "__init__.py", "print('engine')\n")
+    found = run("import vllm", environment(control, tmp_path / "user", hooks=broken))
+    assert (found.returncode, found.stdout) == (0, "engine\n")
+    assert found.stderr.startswith("nvsnap: the hooks could not be installed: ImportError: cannot import name")
+    assert len(found.stderr.splitlines()) == 1

@@ -94,7 +94,9 @@ class Graphs:
         self.pending = list(held.pieces)
         self.make_eager()
         site.synchronize()
-        count = _drop(held)
+        count, left = _drop(held)
+        if left:  # a communicator that it captured could not be destroyed: that call would hang
+            raise RuntimeError(f"{left} of {count} graphs are still held by something")
         torch.cuda.empty_cache()
         self.released = True
         return {"graphs": count} if count else {}
@@ -257,8 +259,8 @@ def _unknown(held: Holders) -> int:
     return sum(id(graph) not in known for graph in collector.instances(torch.cuda.CUDAGraph))
 
 
-def _drop(held: Holders) -> int:
-    """Forget every graph. Returns how many there were."""
+def _drop(held: Holders) -> tuple[int, int]:
+    """Forget every graph. Returns how many there were, and how many of them somebody else still holds."""
     live = [weakref.ref(graph) for graph in _graphs(held) if graph is not None]
     for manager in held.managers:
         manager.graphs.clear()
@@ -271,7 +273,7 @@ def _drop(held: Holders) -> int:
     # A cycle may hold one: a collection takes 0.3 s in an engine, so only then.
     if any(graph() is not None for graph in live):
         collector.collect()
-    return len(live)
+    return len(live), sum(graph() is not None for graph in live)
 
 
 def _fresh_pools(held: Holders) -> None:

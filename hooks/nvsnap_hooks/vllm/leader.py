@@ -7,6 +7,7 @@ event loop, so the control thread shares no socket with it.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -67,6 +68,8 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
 
         config = args[0] if args else kwargs["vllm_config"]
         engine = VllmEngine(_shape_refusal(config, kwargs), captures_graphs(config))
+        if engine.refusal is None and config.device_config.device_type == "cuda":
+            _keep_nccl_on_this_host()
         registry.register("leader", None, required("leader"))
         control.start(engine)
         return engine
@@ -74,6 +77,12 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
         say(f"prepare will not work, the control thread could not be started: {type(error).__name__}: {error}")
         importhook.errors.append(f"control thread: {type(error).__name__}: {error}")
         return None
+
+
+def _keep_nccl_on_this_host() -> None:
+    """NCCL notes its host's address at the first communicator, for the life of the process (2.28 to 2.30, bootstrap.cc): after a
+    move none could be made. All ranks of this shape are on one host, and inherit this. What the user named stays."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:

@@ -70,7 +70,8 @@ class Recapture:
             self._capture(site, pieces)
         except Exception as found:
             error = found
-        if not _on_all_ranks(site, error is None):
+        # All ranks switch together: one with graphs pads its batches, which one without would not follow.
+        if not site.agree(error is None):
             self.graphs.start_over(site)
             try:
                 raise error or RuntimeError("another rank could not capture its CUDA graphs")
@@ -216,15 +217,3 @@ def has_requests(runner: Any) -> bool:
     """Requests that this rank knows and was not yet told to forget (V2: ``req_states``)."""
     states = getattr(runner, "req_states", None)
     return bool(runner.requests if states is None else states.req_id_to_index)
-
-
-def _on_all_ranks(site: Site, fine: bool) -> bool:
-    """All ranks switch together: one with graphs pads its batches, which one without would not follow."""
-    world = site.coordinators[0]
-    if world.world_size == 1:
-        return fine
-    import torch
-
-    flag = torch.tensor([int(fine)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
-    return bool(flag.item())

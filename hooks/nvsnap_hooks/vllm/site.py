@@ -81,6 +81,17 @@ class Site:
 
         dist.barrier(group=coordinator.cpu_group)
 
+    def agree(self, fine: bool) -> bool:
+        """Is it fine on every rank? Collective, over the CPU group of all."""
+        world = self.coordinators[0]
+        if world.world_size == 1:
+            return fine
+        import torch
+
+        count = torch.Tensor([float(fine)])
+        torch.distributed.all_reduce(count, group=world.cpu_group)
+        return bool(count[0] == world.world_size)
+
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
         """vLLM's communicators ask for the current configuration when they are made (``set_current_vllm_config``)."""

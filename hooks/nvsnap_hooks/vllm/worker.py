@@ -66,7 +66,9 @@ class _Rank:
         self.cpu_shm = CpuShm()
         self.groups = Groups()
         self.gpu: Gpu | None = None  # made when the rank is first asked for something, and is on a GPU
-        self._begun = False
+        self._reached: int | None = (
+            None  # how many resources a release has begun with; None when there is nothing to undo
+        )
 
     @classmethod
     def of(cls, wrapper: Any) -> _Rank:
@@ -123,11 +125,26 @@ class _Rank:
         self.do_residue(report, options)
 
     def _release(self, report: Report, options: dict[str, Any]) -> None:
-        self._begun = True
         site = self._site()
-        self._run(report, *((part.resource.name, part.release) for part in self._parts(site, options)))
+        parts = self._parts(site, options)
+        for self._reached, part in enumerate(parts, 1):
+            # Without a group there is nothing to agree over, and nobody waits for anybody either.
+            if self.gpu is None or self.groups.released or part.resource is self.groups:
+                self._run(report, (part.resource.name, part.release))
+            else:
+                self._release_together(report, site, part)
         if self.gpu is not None:
             self._run(report, (self.gpu.name, lambda: self.gpu.trim(site) if self.gpu else {}))
+
+    def _release_together(self, report: Report, site: Site, part: Part) -> None:
+        """On to the next resource only when all ranks are done with this one, or a rank would wait there for one that failed."""
+        error: BaseException | None = None
+        try:
+            self._run(report, (part.resource.name, part.release))
+        except BaseException as found:
+            error = found
+        if not site.agree(error is None):
+            raise error or RuntimeError(f"another rank could not release its {part.resource.name}")
 
     def do_reacquire(self, report: Report, options: dict[str, Any]) -> None:
         """``options``: init_method (a fresh ``file://`` path), token (hex, the same on all ranks, fresh)."""
@@ -139,7 +156,7 @@ class _Rank:
             *((part.resource.name, part.reacquire) for part in reversed(parts)),
             ("new transport works", lambda: _prove(site)),
         )
-        self._begun = False
+        self._reached = None
         self._note_graphs(report, site)
 
     def do_recapture(self, report: Report, options: dict[str, Any]) -> None:
@@ -174,9 +191,15 @@ class _Rank:
         _forget_cached_environment()
 
     def _finish_release(self, report: Report, options: dict[str, Any]) -> None:
-        """A rank whose release stopped half way joins the others: only from the same point can all rebuild together."""
-        if self._begun and not all(part.resource.released for part in self._parts(self._site(), options)):
-            self._release(report, options)  # what it leaves was reported: it is no reason not to come back
+        """A rank whose release stopped half way joins the others: only from the same point can all rebuild together.
+
+        What it leaves was reported by the release: it is no reason not to come back.
+        """
+        if self._reached is None:
+            return
+        parts = self._parts(self._site(), options)
+        begun = parts[: self._reached] if self.gpu is not None else parts
+        self._run(report, *((part.resource.name, part.release) for part in begun if not part.resource.released))
 
     @staticmethod
     def _run(report: Report, *steps: Step) -> None:

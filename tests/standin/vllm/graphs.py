@@ -3,7 +3,6 @@
 import os
 import time
 
-import torch
 
 SECONDS = 0.005  # that the capture of one takes
 
@@ -43,14 +42,12 @@ class Gpu:
 
     def recapture(self, site, count):
         """All ranks together, or none has any."""
-        error, fine = None, torch.ones(1)
+        error = None
         try:
             capture(min(count, TOTAL - self.graphs.captured))
         except Exception as found:
-            error, fine = found, torch.Tensor([0])
-        coordinator = site.coordinators[0]
-        torch.distributed.all_reduce(fine, group=coordinator.cpu_group)
-        if fine[0] < coordinator.world_size:
+            error = found
+        if not site.agree(error is None):
             self.graphs.captured = 0
             raise error or RuntimeError("another rank could not capture its CUDA graphs")
         return {}
