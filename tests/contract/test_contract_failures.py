@@ -187,11 +187,12 @@ def test_a_version_that_is_not_in_the_table(start: Start, tmp_path: Path, versio
 @pytest.mark.parametrize(
     ("device", "given", "found"), [("cuda", "", "lo"), ("cuda", "eth7", "eth7"), ("cpu", "", None)]
 )
-def test_nccl_notes_no_address_that_a_move_would_take(start: Start, device: str, given: str, found: str | None) -> None:
-    """It keeps the address of its first communicator for the life of the process. What the user named stays."""
+def test_nccl_begins_nothing_that_a_move_would_take(start: Start, device: str, given: str, found: str | None) -> None:
+    """It keeps its address and its sockets for the life of the process. What the user named stays."""
     named = {"NCCL_SOCKET_IFNAME": given} if given else {}
     engine = start(ranks=1, env={"STANDIN_DEVICE": device, **named}).serving()
     assert engine.variable("NCCL_SOCKET_IFNAME") == [found] * 3
+    assert engine.variable("NCCL_RAS_ENABLE") == ["0" if device == "cuda" else None] * 3
 
 
 def test_a_device_that_is_not_covered(start: Start) -> None:

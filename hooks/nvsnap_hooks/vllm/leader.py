@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+# What NCCL begins with the first communicator and keeps for the life of the process (2.28 to 2.30): its host's address, with
+# which none could be made after a move (bootstrap.cc); and sockets between all ranks, for diagnosis (ras/).
+NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+
 SLACK = 5.0  # seconds that a call may take on top of what the engine itself is given
 
 
@@ -80,9 +84,9 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
 
 
 def _keep_nccl_on_this_host() -> None:
-    """NCCL notes its host's address at the first communicator, for the life of the process (2.28 to 2.30, bootstrap.cc): after a
-    move none could be made. All ranks of this shape are on one host, and inherit this. What the user named stays."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    """All ranks of this shape are on one host, and inherit this. What the user set stays."""
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
 
 
 def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:
