@@ -71,11 +71,15 @@ class Graphs:
         """A rank failed, so none has any."""
         self.captured, self.error = 0, reason
 
+    def postpone(self) -> None:
+        """The ranks can't be asked just now."""
+        self.not_before = time.monotonic() + LATER
+
     def measure(self, count: int, seconds: float) -> None:
         """A chunk got ``count`` graphs in so many seconds: the size of the next. It grows by steps, and shrinks at once. None
         at all come from ranks that can't just now (vLLM's sleep mode; a risk for requests): they are asked again later."""
         if count <= 0:
-            self.not_before = time.monotonic() + LATER
+            self.postpone()
             return
         self._chunks.append(round(seconds, 4))
         self.count = max(1, min(2 * count, int(AIM * count / max(seconds, 1e-6))))

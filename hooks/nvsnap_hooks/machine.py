@@ -228,7 +228,13 @@ class Machine:
         return self.recapturing and time.monotonic() >= self.graphs.not_before
 
     def recapture(self) -> None:
-        """One chunk while serving, between two steps of the engine. Raises Fatal when the ranks can't be asked again."""
+        """One chunk while serving, between two steps of the engine. Raises Fatal when the ranks can't be asked again.
+
+        Its time limit must not count what the engine is busy with before it gets there.
+        """
+        if not self.engine.answers():
+            self.graphs.postpone()
+            return
         self._action, self._steps = protocol.RECAPTURE, []
         stacks.arm(self.control_dir)
         with contextlib.suppress(Refused):  # without the guard there is still the time limit of the call

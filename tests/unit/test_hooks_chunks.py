@@ -12,6 +12,7 @@ import pytest
 from nvsnap_hooks import protocol
 from nvsnap_hooks.graphs import BACKGROUND, BLOCKING, LATER, OFF, Graphs
 from nvsnap_hooks.machine import Fatal, Machine
+from support import wait_until
 
 
 def reports(*counts: tuple[int, int]) -> list[dict[str, Any]]:
@@ -131,9 +132,13 @@ class Ranks:
 
     def __init__(self) -> None:
         self.ending = False
+        self.busy = False
         self.error: Exception | None = None
         self.captured = 0
         self.asked: list[int] = []
+
+    def answers(self) -> bool:
+        return not self.busy
 
     def on_ranks(self, action: str, timeout: float, count: int) -> list[dict[str, Any]]:
         if self.error:
@@ -169,6 +174,18 @@ def test_chunk_after_chunk_until_all_are_there(machine: Machine, tmp_path: Path)
     assert machine.engine.asked == [1, 2, 4]
     found = protocol.read_json(tmp_path / protocol.STATUS_FILE) or {}
     assert (found["graphs"], found["under_way"]) == ("captured", None)
+
+
+def test_an_engine_that_is_busy_with_something_long_is_asked_later(machine: Machine, tmp_path: Path) -> None:
+    """A call of the user's that takes minutes would else be taken for a chunk that hangs, and the engine be ended for it."""
+    machine.engine.busy = True
+    machine.recapture()
+    assert (machine.engine.asked, machine.chunk_is_due()) == ([], False)
+    assert not (tmp_path / protocol.DEADLINE_FILE).exists()
+    machine.engine.busy = False
+    wait_until(machine.chunk_is_due, 5)
+    machine.recapture()
+    assert machine.engine.asked == [1]
 
 
 def test_an_engine_that_was_told_to_stop_is_not_failed(machine: Machine, tmp_path: Path) -> None:

@@ -36,3 +36,29 @@ def test_nothing_is_frozen_that_was_not() -> None:
         {"PYTHONPATH": str(HOOKS)},
     )
     assert found.stdout == "0\n", found.stderr
+
+
+def test_one_look_finds_all_kinds_whatever_it_is_for_and_forgets_what_is_gone() -> None:
+    code = """
+        import gc, json
+        from nvsnap_hooks import collector
+
+        class First: pass
+        class Second: pass
+        class Other: pass
+
+        first, second, other, looks = First(), Second(), Other(), []
+        get_referrers = gc.get_referrers
+        gc.get_referrers = lambda *objects: looks.append(len(objects)) or get_referrers(*objects)
+        with collector.one_look([First, Second]):
+            holders = collector.referrers([other])
+            found = [collector.instances(First) == [first], collector.instances(First, Second) == [first, second]]
+            del first, holders
+            found.append(collector.instances(First, Second) == [second])
+            inside = list(looks)
+            found.append(collector.instances(Other) == [other])  # not announced: a look of its own
+        found.append(collector.instances(Second) == [second])
+        print(json.dumps([found, inside, looks]))
+    """
+    found = run(code, {"PYTHONPATH": str(HOOKS)})
+    assert json.loads(found.stdout) == [[True] * 5, [3], [3, 1, 1]], found.stderr

@@ -43,6 +43,11 @@ class Workspaces:
         self.released = False
         self._records: list[Record] | None = None
 
+    @staticmethod
+    def kinds() -> list[type]:
+        """What is sought among the live objects."""
+        return _kinds()
+
     def obstacles(self, site: Site) -> list[str]:
         """A workspace that could not be given up or made again, or that is somebody else's: a model's own, say."""
         records = _records(site)
@@ -212,7 +217,12 @@ def _on_torch_memory() -> list[int]:
     return [key for key, kept in _references().items() if any(isinstance(one, tuple) for one in kept)]
 
 
-def _mapped() -> list[Any]:
-    """FlashInfer's own symmetric memory (comm/mnnvl.py, 0.6.0 and later), whoever made it."""
+def _kinds() -> list[type]:
+    """FlashInfer's own symmetric memory (comm/mnnvl.py, 0.6.0 and later)."""
     kind = getattr(sys.modules.get("flashinfer.comm.mnnvl"), "SymmDeviceMemory", None)
-    return [] if kind is None else [memory for memory in collector.instances(kind) if any(memory.uc_handles)]
+    return [] if kind is None else [kind]
+
+
+def _mapped() -> list[Any]:
+    """What of it is mapped, whoever made it."""
+    return [memory for kind in _kinds() for memory in collector.instances(kind) if any(memory.uc_handles)]

@@ -63,6 +63,13 @@ class Graphs:
         self.pending: list[Piece] = []
         self._holders: Holders | None = None
 
+    @staticmethod
+    def kinds() -> list[type]:
+        """What is sought among the live objects."""
+        import torch
+
+        return [torch.cuda.CUDAGraph, torch.cuda.MemPool]
+
     def holders(self, site: Site) -> Holders:
         """Looked up once, while the engine has its graphs: afterwards some holders are out of sight. They stay the same."""
         if self._holders is None:

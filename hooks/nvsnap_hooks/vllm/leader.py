@@ -195,6 +195,14 @@ class VllmEngine:
             raise EngineError(f"engine core: {action}: {report['error']}", bool(report.get("fatal")))
         return report
 
+    def answers(self) -> bool:
+        """Is the engine core at its queue? Not while it is at something long: a call of somebody else's, say, or a compilation."""
+        try:
+            self.call("poll", 0)
+        except EngineError:
+            return False
+        return True
+
     def close_admission(self, timeout: float) -> dict[str, Any]:
         return self.call("close", timeout)
 
