@@ -275,7 +275,8 @@ class Machine:
         """Rendezvous by a fresh file: never the old store, never an address, never the old names."""
         folder = rendezvous.new_folder(self.control_dir)
         token = os.urandom(8).hex()
-        self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
+        ranks = self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
+        rendezvous.settle(any(rank.get("met") for rank in ranks))
         self.graphs.begin()
         if self.graphs.due_before_serving():
             self._recapture(self.graphs.missing, timeout)

@@ -10,24 +10,38 @@ from . import protocol
 
 PROBE_BYTES = 1 << 16
 
-_last: str | None = None
+_used: str | None = None  # where the ranks met last: a group made later meets there, too
+_offered: str | None = None
 
 
 def new_folder(control_dir: str) -> str:
-    """A fresh folder with room in it; the one before is removed. Under the control directory, or where that is full,
-    the temporary folder or /dev/shm. It stays until the next one: a group made later meets there too. Raises OSError."""
-    global _last
-    if _last is not None:
-        shutil.rmtree(_last, ignore_errors=True)
-    _last = None
+    """A fresh folder with room in it. Under the control directory, or where that is full, the temporary folder or /dev/shm.
+
+    ``settle`` says whether the ranks met there. Raises OSError.
+    """
+    global _offered
+    _remove(_offered)
+    _offered = None
     failure: OSError | None = None
     for parent in (os.path.join(control_dir, protocol.RENDEZVOUS_DIR), tempfile.gettempdir(), "/dev/shm"):
         try:
-            _last = _try(parent)
-            return _last
+            _offered = _try(parent)
+            return _offered
         except OSError as error:
             failure = failure or error
     raise failure or OSError("no folder for the rendezvous")
+
+
+def settle(met: bool) -> None:
+    """The ranks met in the newest folder, and the one before is removed; or they had no need to, and it is the other way round."""
+    global _used, _offered
+    _remove(_used if met else _offered)
+    _used, _offered = _offered if met else _used, None
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try(parent: str) -> str:

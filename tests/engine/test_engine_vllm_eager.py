@@ -162,6 +162,19 @@ def test_a_paused_engine_stays_paused(server: Server, answers: dict[str, tuple[i
     assert asked.result(60) == answers[PROMPTS[1]]
 
 
+def test_groups_can_be_made_after_a_prepare_that_was_refused_before_anything_was_touched(server: Server) -> None:
+    """The ranks did not meet anew, so where they met last has to stay: a group made without it waits for ever."""
+    server.prepare()
+    server.restore()
+    server.rpc("user_plants_group", seconds=20)
+    assert server.act(signal.SIGUSR1, "serving")["ok"] is False
+    server.rpc("user_plants_group", seconds=20)
+    for _ in range(2):
+        server.rpc("user_removes_group", seconds=20)
+    server.prepare()
+    server.restore()
+
+
 @pytest.mark.parametrize(
     ("plant", "remove", "words"),
     [

@@ -55,13 +55,26 @@ def test_the_ranks_meet_elsewhere_when_the_control_directory_is_full(small_disk:
     first = rendezvous.new_folder(str(small_disk))
     assert not first.startswith(str(small_disk))
     assert list(Path(first).iterdir()) == []
+    rendezvous.settle(True)
     (small_disk / "fill").unlink()
     (small_disk / protocol.RENDEZVOUS_DIR).rmdir()
     (small_disk / protocol.RENDEZVOUS_DIR).write_text("a file in its place")
     second = rendezvous.new_folder(str(small_disk))
     assert not second.startswith(str(small_disk))
+    rendezvous.settle(True)
     assert not Path(first).exists(), "the one before is taken away"
     Path(second).rmdir()
+
+
+def test_a_folder_in_use_stays_when_the_ranks_had_no_need_to_meet_anew(tmp_path: Path) -> None:
+    """A group that is made later, or an NCCL communicator, still meets there: without it both would wait for ever."""
+    used = Path(rendezvous.new_folder(str(tmp_path)))
+    rendezvous.settle(True)
+    for met in (False, True):
+        offered = Path(rendezvous.new_folder(str(tmp_path)))
+        assert used.exists() and offered.exists()
+        rendezvous.settle(met)
+        assert (used.exists(), offered.exists()) == (not met, met)
 
 
 def test_the_ranks_meet_in_the_control_directory(tmp_path: Path) -> None:

@@ -164,10 +164,12 @@ class _Rank:
             raise error or RuntimeError(f"another rank could not release its {part.resource.name}")
 
     def do_reacquire(self, report: Report, options: dict[str, Any]) -> None:
-        """``options``: init_method (a fresh ``file://`` path), token (hex, the same on all ranks, fresh)."""
+        """``options``: init_method (a fresh ``file://`` path), token (hex, the same on all ranks, fresh). ``report["met"]``: did
+        the ranks meet there? Not where the groups never went: theirs is still the store of before."""
         self._finish_release(report, options)
         site = self._site()
         parts = self._parts(site, options)
+        report["met"] = self.groups.released
         self._run(
             report,
             *((part.resource.name, part.reacquire) for part in reversed(parts)),
