@@ -13,8 +13,10 @@ from nvsnap_hooks.guard import STACKS_SIGNAL
 
 # Compiling the same modules again in each of some thousand processes is a fifth of what a stand-in engine takes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Under nohup all that is started here would ignore it, too.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Under nohup, or as a shell's background job, all that is started here would ignore them, too.
+for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -315,7 +315,7 @@ def test_a_row_takes_all_that_is_claimed(checkout: Path) -> None:
     """To look into the wheel is enough for a version that claims no more, and only for one."""
     readme_file = checkout / "README.md"
     old = [
-        readme.Row("0.26.0", "", "", "resolves", "2026-01-01", ""),
+        readme.Row("0.26.0", "", "", "resolves", "2026-01-01", versions.TABLE["0.26.0"].gpu),
         readme.Row("0.32.0", "2.12.0", "0.6.0", "criu", "2026-01-01", ""),
     ]
     readme.write(readme_file, old, versions.TABLE)

@@ -41,7 +41,7 @@ TABLE: dict[str, Entry] = {
     "0.23.0": Entry("resolves", V0_23),
     "0.24.0": Entry("resolves", V0_23),
     "0.25.1": Entry("resolves", V0_23),
-    "0.26.0": Entry("resolves", V0_23),
+    "0.26.0": Entry("resolves", V0_23, gpu="2026-11-30"),
     "0.27.1": Entry("criu", V0_23),
     "0.28.0": Entry("criu", V0_23),
     "0.29.0": Entry("criu", V0_23),
