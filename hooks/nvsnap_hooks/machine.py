@@ -278,8 +278,15 @@ class Machine:
         ranks = self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
         rendezvous.settle(any(rank.get("met") for rank in ranks))
         self.graphs.begin()
-        if self.graphs.due_before_serving():
-            self._recapture(self.graphs.missing, timeout)
+        self._recapture_before_serving(timeout)
+
+    def _recapture_before_serving(self, timeout: float) -> None:
+        """Larger chunks than in the background, as nobody waits for a step. What is not there in a third of the time comes later:
+        an engine without graphs serves, one that passes its deadline is ended."""
+        end, before = time.monotonic() + timeout / 3, -1
+        while self.graphs.due_before_serving() and self.graphs.captured > before and time.monotonic() < end:
+            before = self.graphs.captured
+            self._recapture(4 * self.graphs.count, timeout)
 
     def _on_ranks(self, action: str, timeout: float, **arguments: Any) -> Reports:
         """One action on all ranks; its steps go to ``last``. Raises Refused with what the ranks hold, or what failed where."""

@@ -38,7 +38,8 @@ def arm(control_dir: str) -> None:
     if not control_dir:
         return
     if pid in _armed:
-        _armed[pid].truncate(0)
+        with contextlib.suppress(OSError):
+            _armed[pid].truncate(0)
         return
     try:
         os.makedirs(os.path.join(control_dir, protocol.STACKS_DIR), 0o700, exist_ok=True)

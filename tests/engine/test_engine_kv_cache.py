@@ -17,6 +17,7 @@ LAB = """
     import json, sys, types
     import torch
     from nvsnap_hooks.vllm.kv_cache import KvCache
+    from nvsnap_hooks.vllm.site import Site
 
     class AttentionSpec: pass
     class MambaSpec: pass
@@ -34,7 +35,9 @@ LAB = """
         runner._init_kv_zero_meta = lambda: runner.told.append([view.data_ptr() for view in views])
         config = types.SimpleNamespace(
             kv_transfer_config=transfer, compilation_config=types.SimpleNamespace(static_forward_context=layers))
-        return types.SimpleNamespace(runner=runner, config=config), views
+        here = types.SimpleNamespace(runner=runner, config=config)
+        here.cache_specs = types.MethodType(Site.cache_specs, here)
+        return here, views
 
     def sizes(views):
         return [view.untyped_storage().nbytes() for view in views]
@@ -117,19 +120,24 @@ def test_memory_that_came_back_is_named(engine: Engine) -> None:
 
 
 def test_memory_of_the_sleep_mode_is_unmapped_and_mapped_again(engine: Engine) -> None:
-    """Each once, whether the engine goes to sleep in between or not; what carries another tag is left alone."""
+    """Each allocation of the cache once, whether the engine goes to sleep in between or not. What carries another tag is left
+    alone, and so is what carries the same and is no cache: block tables, up to vLLM 0.28."""
     found = run(
         engine,
         """
         calls = []
         cumem = types.ModuleType("vllm.device_allocator.cumem")
-        cumem.unmap_and_release = lambda handle: calls.append(("unmap", handle[2]))
-        cumem.create_and_map = lambda handle: calls.append(("map", handle[2]))
-        data = [types.SimpleNamespace(handle=(0, 100, n, 0), tag=tag) for n, tag in enumerate(["weights", "kv_cache", "kv_cache"])]
-        instance = types.SimpleNamespace(pointer_to_data=dict(enumerate(data)))
-        cumem.CuMemAllocator = types.SimpleNamespace(instance=instance)
-        sys.modules["vllm.device_allocator.cumem"] = cumem
         here, views = site()
+        starts = [views[0].untyped_storage().data_ptr(), views[2].untyped_storage().data_ptr()]
+        names = {start: f"cache {n}" for n, start in enumerate(starts)}
+        cumem.unmap_and_release = lambda handle: calls.append(("unmap", names[handle[2]]))
+        cumem.create_and_map = lambda handle: calls.append(("map", names[handle[2]]))
+        places = [(starts[0], "weights"), (1 << 20, "kv_cache"), (starts[0], "kv_cache"), (starts[1], "kv_cache")]
+        data = [types.SimpleNamespace(handle=(0, 100, start, 0), tag=tag) for start, tag in places]
+        cumem.CuMemAllocator = types.SimpleNamespace(instance=types.SimpleNamespace(pointer_to_data=dict(enumerate(data))))
+        sys.modules["vllm.device_allocator.cumem"] = cumem
+        here.runner.block_tables = types.SimpleNamespace(
+            init_block_table_layout_tensors=lambda: calls.append(("refill", "tables")))
         cache = KvCache()
         first = cache.release(here), list(calls), sizes(views), cache.reacquire(here), calls[2:]
         zero = all(bool((view == 0).all()) for view in views)
@@ -139,16 +147,17 @@ def test_memory_of_the_sleep_mode_is_unmapped_and_mapped_again(engine: Engine) -
         print(json.dumps([first, zero, calls[2:], cache.reacquire(here), len(calls), cache.released]))
     """,
     )
+    back = [["map", "cache 1"], ["map", "cache 0"]]
     assert found == [
         [
             {"bytes": 200},
-            [["unmap", 1], ["unmap", 2]],
+            [["unmap", "cache 0"], ["unmap", "cache 1"]],
             [4096, 4096, 2048],
             {"bytes": 200},
-            [["map", 2], ["map", 1]],
+            [*back, ["refill", "tables"]],
         ],
         True,
-        [["map", 2], ["map", 1]],
+        back,
         {},
         4,
         False,

@@ -269,6 +269,7 @@ def site(runner: Any, **config: Any) -> Any:
         synchronize=lambda: None,
     )
     here.agree = MethodType(Site.agree, here)
+    here.cache_specs = MethodType(Site.cache_specs, here)
     return here
 
 

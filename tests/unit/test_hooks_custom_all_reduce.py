@@ -204,6 +204,14 @@ def test_what_only_rocm_has_is_refused(driver: Driver) -> None:
     ]
 
 
+def test_multicast_is_refused(driver: Driver) -> None:
+    """vLLM 0.27 and later, where the machine has it and nobody turned it off."""
+    sites = start(kind_of(driver))
+    sites[0].communicator.ca_comm.mnnvl_multicast_ptr = 0x7000
+    assert CustomAllReduce().obstacles(sites[0]) == ["tp:0 uses NVLink multicast"]
+    assert CustomAllReduce().obstacles(sites[1]) == []
+
+
 def test_without_a_cuda_runtime_nothing_is_begun(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
         raise RuntimeError("this process has no CUDA runtime loaded (libcudart.so)")

@@ -75,6 +75,8 @@ class Core:
             return
         if kind is Kind.WAKEUP:
             self.ending = request == "end"
+        if kind is Kind.UTILITY and request[2] in ("sleep", "wake_up"):
+            self.scheduler.pause_state = Pause.PAUSED_NEW if request[2] == "sleep" else Pause.UNPAUSED
         self.handled.append((kind.name, request[0].request_id if kind is Kind.ADD else request))
 
     def _process_input_queue(self) -> None:
@@ -271,3 +273,34 @@ def test_ranks_that_did_not_answer_in_time_can_not_be_asked_again(core: Core, cl
     core.failure = TimeoutError("RPC call to nvsnap timed out")
     found = client.ask("ranks", action="release", timeout=7)
     assert (found["ok"], found["fatal"]) == (False, True)
+
+
+def test_sleep_mode_works_while_held_and_its_pause_state_counts(core: Core, client: Client) -> None:
+    """As vLLM left it, not as it was before: a server that sleeps must not run a request, one that was woken must."""
+    core.reports = [{"ok": True}]
+    for calls, after in (("sleep", Pause.PAUSED_NEW), ("is_sleeping", Pause.PAUSED_NEW), ("wake_up", Pause.UNPAUSED)):
+        client.ask("close")
+        client.ask("hold")
+        core.asked.clear()
+        client.utility(calls)
+        client.ask("poll")
+        assert core.handled[-1][1][2] == calls, "it passes at once"
+        assert [asked[2] for asked in core.asked] == (["before_sleep"] if calls == "sleep" else [])
+        client.ask("open")
+        assert core.scheduler.pause_state is after
+
+
+@pytest.mark.parametrize("why", ["a request is parked", "a rank fails", "the ranks do not answer"])
+def test_a_sleep_that_can_not_be_waits_for_the_restore(core: Core, client: Client, why: str) -> None:
+    """Nothing runs now, so vLLM could not abort a request; and the core must not end for what a rank could not do."""
+    core.reports = [{"ok": why != "a rank fails"}]
+    core.failure = TimeoutError("late") if why == "the ranks do not answer" else None
+    client.ask("close")
+    client.ask("hold")
+    core.scheduler.running = ["parked"] if why == "a request is parked" else []
+    client.utility("sleep")
+    assert client.ask("poll")["waiting"] == 1
+    assert core.scheduler.pause_state is Pause.UNPAUSED
+    core.failure = None
+    assert client.ask("open")["replayed"] == 1
+    assert core.scheduler.pause_state is Pause.PAUSED_NEW

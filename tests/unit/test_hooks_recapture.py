@@ -232,6 +232,7 @@ def test_a_rank_with_state_at_risk_waits_for_its_requests_to_end(gpu: Gpu) -> No
     _, recapture = released(here)
     runner.req_states.req_id_to_index["a"] = 0
     assert recapture.step(here, 9) == {"captured": 0, "total": 5, "waits": "a capture unloads the LoRA adapters"}
+    assert recapture.step(here, 1, fresh=True)["captured"] == 1, "they all begin again: nothing of theirs is there"
     runner.req_states.req_id_to_index.clear()
     assert recapture.step(here, 9)["captured"] == 5
 

@@ -72,6 +72,9 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     yield module
 
 
+MULTICAST = "tp:0 uses NVLink multicast"
+
+
 class SymmMemCommunicator:
     """What vLLM 0.26.0's has; ``multicast``: whether it finds what it needs."""
 
@@ -97,7 +100,7 @@ def test_a_cycle_drops_the_buffer_and_keeps_the_object(monkeypatch: pytest.Monke
     site, part = start(monkeypatch, max_size_override=5), SymmetricMemory()
     old = site.communicator.symm_mem_comm
     for _ in range(2):
-        assert part.obstacles(site) == []
+        assert part.obstacles(site) == [MULTICAST]
         assert part.residue() == [f"1.0 MiB, made in {__name__}, is still mapped"]
         assert part.release(site) == {"communicators": 1} and part.residue() == []
         assert site.log[-2:] == ["synchronize", "barrier"]
@@ -154,10 +157,10 @@ def test_what_torch_keeps_is_dropped(torch: SimpleNamespace) -> None:
 def test_what_torch_would_not_let_go_of_is_refused(monkeypatch: pytest.MonkeyPatch, torch: SimpleNamespace) -> None:
     site, part = start(monkeypatch), SymmetricMemory()
     torch._group_name_to_store["3"] = object()
-    assert part.obstacles(site) == ["torch keeps the store of group 3"]
+    assert part.obstacles(site) == ["torch keeps the store of group 3", MULTICAST]
     torch._group_name_to_store.clear()
     torch.get_backend = lambda device: "NVSHMEM"
-    assert part.obstacles(site) == ["torch's NVSHMEM backend can't give up memory"]
+    assert part.obstacles(site) == ["torch's NVSHMEM backend can't give up memory", MULTICAST]
     monkeypatch.setitem(registry.patches, "symmetric_rendezvous", "missing: torch.distributed._symmetric_memory")
     assert part.obstacles(site) == [
         "torch's rendezvous can't be followed: missing: torch.distributed._symmetric_memory"

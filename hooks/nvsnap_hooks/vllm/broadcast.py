@@ -1,4 +1,4 @@
-"""The coordinators' shared-memory broadcasters (``GroupCoordinator.mq_broadcaster``, vLLM 0.27.1 to 0.32.0).
+"""The coordinators' shared-memory broadcasters (``GroupCoordinator.mq_broadcaster``, vLLM 0.20.2 to 0.33.0).
 
 A ring in /dev/shm and ZeroMQ sockets, made over the group's CPU process group: they go before the groups and come back after.
 The executor's own RPC queues are another thing and stay: they carry this very call.

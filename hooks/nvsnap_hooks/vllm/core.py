@@ -2,7 +2,7 @@
 
 Nothing of this is on the way of a request in normal service. While admission is closed the core's own
 ``_handle_client_request`` and ``_process_input_queue`` are shadowed on the instance, and given back afterwards
-(vLLM 0.27.1 to 0.32.0, EngineCoreProc.run_busy_loop looks both up on every turn). versions.py has their names.
+(vLLM 0.20.2 to 0.33.0, EngineCoreProc.run_busy_loop looks both up on every turn). targets.py has their names.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ class _Gate:
         action, arguments = options["action"], dict(options.get("arguments") or {})
         if action == "release":
             self._give_up_cache(arguments)
-        if action == "recapture" and self._asleep():
-            arguments["count"] = 0  # the weights are not there
+        if action == "recapture":
+            arguments["fresh"] = not self.core.scheduler.running
+            if self._asleep():
+                arguments["count"] = 0  # the weights are not there
         ranks = self._ranks(action, arguments, options["timeout"])
         return {"ranks": ranks, "ok": all(rank["ok"] for rank in ranks)}
 
@@ -161,10 +163,24 @@ class _Gate:
             self._core("core_requests", request_type, request)
 
     def _sleep_call(self, request_type: Any, request: Any) -> None:
-        """vLLM's sleep mode works while prepared, too: it moves memory of each rank alone."""
-        if request[2] == "sleep":
-            self._ranks("before_sleep", {}, SLEEP_SECONDS)
+        """vLLM's sleep mode works while prepared, too: it moves memory of each rank alone. Not with requests parked: vLLM
+        aborts them first, which takes a step that nobody runs now."""
+        if request[2] == "sleep" and not self._ready_to_sleep():
+            self.waiting.append((request_type, request))
+            return
         self._core("core_requests", request_type, request)
+        state = self.core.scheduler.pause_state
+        if request[2] != "is_sleeping" and state is not versions.load("pause_states").PAUSED_ALL:
+            self._paused_before = state  # what vLLM made of it counts from now on
+
+    def _ready_to_sleep(self) -> bool:
+        if self._scheduler("unfinished"):
+            return False
+        try:
+            return all(rank["ok"] for rank in self._ranks("before_sleep", {}, SLEEP_SECONDS))
+        except Exception as error:
+            say(f"sleep waits until the engine is open again: {type(error).__name__}: {error}")
+            return False
 
     def _abort(self, request_type: Any, request_ids: list[str]) -> None:
         """The client of a waiting request is gone: it is dropped and never runs. One that runs is aborted as ever."""

@@ -38,7 +38,11 @@ class CustomAllReduce(Communicators):
             for attribute, what in UNSUPPORTED.items()
             if not getattr(getattr(communicator, attribute, None), "disabled", True)
         ]
-        if self.find(site):
+        held = self.find(site)
+        found += [
+            f"{c.unique_name} uses NVLink multicast" for c, one, _ in held if getattr(one, "mnnvl_multicast_ptr", 0)
+        ]
+        if held:
             try:
                 runtime.library()
             except RuntimeError as error:

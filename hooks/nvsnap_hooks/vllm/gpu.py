@@ -85,9 +85,9 @@ class Gpu:
         """What the driver still sees of other GPUs, whoever holds it."""
         return [f"peers: {left}" for left in peers.residue(site.device.index)]
 
-    def recapture(self, site: Site, count: int) -> dict[str, Any]:
+    def recapture(self, site: Site, count: int, fresh: bool) -> dict[str, Any]:
         """Capture the next so many graphs, with requests running. See recapture.py."""
-        return self._recapture.step(site, count)
+        return self._recapture.step(site, count, fresh)
 
     def graph_count(self, site: Site) -> dict[str, Any]:
         """``{captured, total, risk}``: total is 0 for an engine that runs without graphs; risk says why a capture would harm

@@ -43,8 +43,8 @@ class KvCache:
         return []
 
     def release(self, site: Site, mode: str = RELEASE) -> dict[str, Any]:
-        """``mode``: release or keep. What is no attention cache (a Mamba state, say) is kept: it can't be computed again
-        from the middle of a request. Returns the bytes given back."""
+        """``mode``: release or keep. What is no attention cache (a Mamba state, say) is kept, as others keep its addresses.
+        Returns the bytes given back."""
         if self.released:
             return {}
         if mode == RELEASE and not _has_states(site):
@@ -53,13 +53,14 @@ class KvCache:
         return self._count()
 
     def _release(self, site: Site) -> None:
-        allocations = _sleep_allocations()
+        storages = _storages(site)
+        allocations = _sleep_allocations(storages)
         for data in allocations:
             sys.modules[_CUMEM].unmap_and_release(data.handle)
             self._unmapped.append(data)
         if allocations:
             return
-        for storage in _storages(site):
+        for storage in storages:
             if storage.nbytes():
                 self._blocks.append(_Block(storage, storage.nbytes()))
                 storage.resize_(0)
@@ -73,6 +74,7 @@ class KvCache:
             self._map_again()
             for storage in _storages(site):
                 _zero(storage)
+            _refill_tables(site.runner)
         for block in self._blocks:
             block.storage.resize_(block.size)
             _zero(block.storage)
@@ -98,11 +100,16 @@ class KvCache:
         return [f"{block.storage.nbytes()} bytes of it are back" for block in self._blocks if block.storage.nbytes()]
 
 
-def _sleep_allocations() -> list[Any]:
-    """The sleep mode's allocations for the KV cache; none where that mode is off."""
+def _sleep_allocations(storages: list[Any]) -> list[Any]:
+    """The sleep mode's allocations that hold the cache; none where that mode is off. Up to vLLM 0.28 block tables and the like
+    carry the same tag, and stay."""
     allocator = getattr(sys.modules.get(_CUMEM), "CuMemAllocator", None)
     instance = getattr(allocator, "instance", None)
-    return [data for data in instance.pointer_to_data.values() if data.tag == _TAG] if instance is not None else []
+    if instance is None:
+        return []
+    starts = [storage.data_ptr() for storage in storages]
+    tagged = [data for data in instance.pointer_to_data.values() if data.tag == _TAG]
+    return [d for d in tagged if any(d.handle[2] <= start < d.handle[2] + d.handle[1] for start in starts)]
 
 
 def _storages(site: Site) -> list[Any]:
@@ -121,8 +128,7 @@ def _tensors(site: Site) -> Iterator[Any]:
 
 
 def _has_states(site: Site) -> bool:
-    groups = site.runner.kv_cache_config.kv_cache_groups
-    return any("mamba" in type(group.kv_cache_spec).__name__.lower() for group in groups)
+    return any("mamba" in type(spec).__name__.lower() for spec in site.cache_specs())
 
 
 def _zero(storage: Any) -> None:
@@ -135,3 +141,10 @@ def _tell_addresses(runner: Any) -> None:
     """The runner keeps addresses of blocks that it has to clear (``KVBlockZeroer``, 0.26.0 to 0.33.0): note them anew."""
     if any(getattr(runner, name, None) is not None for name in ("kv_block_zeroer", "_kv_block_zeroer")):
         runner._init_kv_zero_meta()
+
+
+def _refill_tables(runner: Any) -> None:
+    """A small cache may have shared an allocation with the V2 runner's block tables (0.21 to 0.28, ``gpu/block_table.py``)."""
+    refill = getattr(getattr(runner, "block_tables", None), "init_block_table_layout_tensors", None)
+    if refill is not None:
+        refill()

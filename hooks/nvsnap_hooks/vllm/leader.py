@@ -72,7 +72,8 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
 
         config = args[0] if args else kwargs["vllm_config"]
         engine = VllmEngine(_shape_refusal(config, kwargs), captures_graphs(config))
-        if engine.refusal is None and config.device_config.device_type == "cuda":
+        elsewhere = getattr(config, "weight_transfer_config", None)  # from a trainer on another host
+        if engine.refusal is None and elsewhere is None and config.device_config.device_type == "cuda":
             _keep_nccl_on_this_host()
         registry.register("leader", None, required("leader"))
         control.start(engine)

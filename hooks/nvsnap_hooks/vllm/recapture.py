@@ -45,13 +45,17 @@ class Recapture:
         total = len(self.graphs.holders(site).pieces)
         return {"captured": total - len(self.graphs.pending), "total": total}
 
-    def step(self, site: Site, count: int) -> dict[str, Any]:
+    def step(self, site: Site, count: int, fresh: bool = False) -> dict[str, Any]:
         """Capture the next ``count`` shapes on this rank. Collective. Returns ``{captured, total, seconds}``, and ``waits``:
-        why nothing was captured while there are requests. Raises on every rank when one fails; all are eager then."""
+        why nothing was captured while there are requests. ``fresh``: none of them has begun, or all begin again.
+
+        Raises on every rank when a capture fails on one; all are eager then. A rank that fails in a warm-up, on a GPU that the
+        others wait for, is found by the deadline.
+        """
         started = time.monotonic()
         pieces = self._next(site, count)
         risk = live_state_at_risk(site) if pieces else None
-        if risk and has_requests(site.runner):
+        if risk and not fresh and has_requests(site.runner):
             return {**self.count(site), "waits": risk}
         if pieces:
             self._capture_together(site, pieces)
@@ -201,16 +205,9 @@ def live_state_at_risk(site: Site) -> str | None:
         return "a capture may overwrite the drafts of speculative decoding"
     if config.model_config.is_encoder_decoder:
         return "a capture may overwrite cross-attention states"
-    groups = site.runner.kv_cache_config.kv_cache_groups
-    kinds = {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)}
+    kinds = {type(spec).__name__ for spec in site.cache_specs()}
     others = sorted(kinds - WRITTEN_BY_SLOT)
     return f"a capture may overwrite states that requests keep ({', '.join(others)})" if others else None
-
-
-def _specs(spec: Any) -> list[Any]:
-    """A group of layers of one type (``UniformTypeKVCacheSpecs``) has one for each layer."""
-    each = getattr(spec, "kv_cache_specs", None)
-    return list(each.values()) if each else [spec]
 
 
 def has_requests(runner: Any) -> bool:

@@ -25,8 +25,8 @@ class Part(NamedTuple):
 class Site:
     """One rank: its worker, model runner and configuration, and the group coordinators, oldest first.
 
-    Every resource takes one: ``obstacles(site)`` (nothing is touched: why it could not be brought back), ``release(site)``
-    and ``reacquire(site)`` (collective: all ranks, in step; counts for the report), and ``residue()``.
+    A resource of a GPU takes one: ``obstacles(site)`` (nothing is touched: why it could not be brought back),
+    ``release(site)`` and ``reacquire(site)`` (collective: all ranks, in step; counts for the report), and ``residue()``.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -66,6 +66,11 @@ class Site:
             if communicator is not None:
                 found.setdefault(id(communicator), (coordinator, communicator))
         return list(found.values())
+
+    def cache_specs(self) -> list[Any]:
+        """What kinds of cache the layers have. A group of layers of one type (``UniformTypeKVCacheSpecs``) has one for each."""
+        specs = [group.kv_cache_spec for group in self.runner.kv_cache_config.kv_cache_groups]
+        return [one for spec in specs for one in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
 
     def synchronize(self) -> None:
         """All work that was submitted to this rank's GPU has ended."""

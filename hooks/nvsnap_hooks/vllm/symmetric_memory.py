@@ -27,7 +27,11 @@ class SymmetricMemory(Communicators):
             return []  # nobody can have used it
         if followed != registry.APPLIED:
             return [f"torch's rendezvous can't be followed: {followed}"]
-        return symmetric_memory.obstacles(site.device)
+        return [
+            *symmetric_memory.obstacles(site.device),
+            # One that works has a multicast object; without, it turns itself off (symm_mem.py, 0.20.2 to 0.33.0).
+            *(f"{c.unique_name} uses NVLink multicast" for c, _, disabled in self.find(site) if not disabled),
+        ]
 
     def has_state(self, communicator: Any) -> bool:
         return hasattr(communicator, "buffer")

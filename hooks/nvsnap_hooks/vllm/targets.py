@@ -87,7 +87,7 @@ _CPU: dict[str, Target] = {
     "request_types": Target(_CORE, "vllm.v1.engine", "EngineCoreRequestType", names=("ADD", "ABORT", "UTILITY")),
     "request": Target(_CORE, "vllm.v1.request", "Request", names=("request_id",)),
     "request_status": Target(_CORE, "vllm.v1.request", "RequestStatus", names=("FINISHED_ABORTED",)),
-    "scheduler": Target(_CORE, "vllm.v1.core.sched.scheduler", "Scheduler", names=("pause_state",)),
+    "scheduler": Target(_CORE, "vllm.v1.core.sched.scheduler", "Scheduler", names=("pause_state", "running")),
     "set_pause_state": Target(
         _CORE, "vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", ("self", "pause_state")
     ),

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
-    """One action on this rank: check, release, reacquire, recapture, residue or environment.
+    """One action on this rank: check, release, reacquire, recapture, residue, environment or before_sleep.
 
-    Returns ``{rank, pid, ok, error, seconds, steps[{name, seconds, …}], residue[], leaked{}, graphs{captured, total}}``;
+    Returns ``{rank, pid, ok, error, seconds, steps[{name, seconds, …}], residue[], leaked{}, graphs{captured, total, risk}, met}``;
     seconds are wall time; graphs only of a rank on a GPU.
     """
     rank = _Rank.of(wrapper)
@@ -179,10 +179,11 @@ class _Rank:
         self._note_graphs(report, site)
 
     def do_recapture(self, report: Report, options: dict[str, Any]) -> None:
-        """``options``: count, the most graphs to capture in this call. With requests running: the engine is between steps."""
-        site = self._site()
-        if self.gpu is not None:
-            self._run(report, ("recapture", lambda: self.gpu.recapture(site, options["count"]) if self.gpu else {}))
+        """``options``: count, the most graphs to capture in this call; fresh, if no request has begun. The engine is between
+        two steps."""
+        site, gpu = self._site(), self.gpu
+        if gpu is not None:
+            self._run(report, ("recapture", lambda: gpu.recapture(site, options["count"], options["fresh"])))
         self._note_graphs(report, site)
 
     def _note_graphs(self, report: Report, site: Site) -> None:

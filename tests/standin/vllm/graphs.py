@@ -43,7 +43,7 @@ class Gpu:
 
         return [Part(self.graphs, list, self.graphs.release, self.graphs.reacquire)], []
 
-    def recapture(self, site, count):
+    def recapture(self, site, count, fresh):
         """All ranks together, or none has any."""
         error = None
         try:
