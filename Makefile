@@ -5,11 +5,12 @@ SOURCES := nvsnap_launch hooks bench demo images matrix tests
 # pytest ends with 5 when it found no test: that is a failure too, but one that should be named.
 NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the selection right?' >&2; exit $$code; }
 
-.PHONY: help setup venv image bench demo soak matrix test test-fast check
+.PHONY: help setup venv image bench turns demo soak matrix test test-fast check
 help:
 	@echo 'make demo       dump and restore a real vLLM under load, with a table at the end (DEMO="--tp 1" for options)'
 	@echo 'make matrix     how far each version of vLLM gets, into the README (MATRIX="0.27.1 0.32.0" for some)'
 	@echo 'make bench      bare vLLM against vLLM under the launcher: speed, start-up, memory (BENCH="--pairs 5 --tp 1")'
+	@echo 'make turns      bare and launched side by side, asked in turns: speed on a noisy machine (TURNS="--turns 40")'
 	@echo 'make soak       prepare and restore in place 50 times under load (SOAK="--cycles 50 --compiled")'
 	@echo 'make test       all tests, with the real engines and CRIU'
 	@echo 'make test-fast  unit and contract tests'
@@ -34,6 +35,9 @@ matrix: setup
 
 bench: setup
 	@$(PYTHON) -m bench.run --work '$(WORK)' $(BENCH)
+
+turns: setup
+	@$(PYTHON) -m bench.turns --work '$(WORK)' $(TURNS)
 
 soak: setup
 	@$(PYTHON) -m bench.soak --work '$(WORK)' $(SOAK)

@@ -125,6 +125,18 @@ def test_a_measurement_that_fails_is_said_and_noted(work: Path) -> None:
     assert [json.loads(text)["type"] for text in raw.read_text().splitlines()] == ["header", "error"]
 
 
+def test_bare_and_launched_are_asked_in_turns(work: Path) -> None:
+    done = call("bench.turns", work, "--turns", "3", "--tokens", "24")
+    assert done.returncode == 0, done.stdout + done.stderr
+    pairs = [json.loads(text) for text in (work / "run" / "turns.jsonl").read_text().splitlines()]
+    assert len(pairs) == 3
+    assert all(pair.keys() == {"bare", "launched"} and min(pair.values()) > 0 for pair in pairs)
+    assert "launched / bare, 3 pairs: " in done.stdout
+    failed = call("bench.turns", work, STANDIN_FAULT="start:exit:3")
+    assert (failed.returncode, "the bare server ended with 3" in failed.stderr) == (1, True)
+    assert call("bench.turns", work, "--turns", "1").returncode == 64
+
+
 def test_the_calls_of_our_own_code_are_counted(work: Path) -> None:
     done = call("bench.run", work, "--pairs", "0")
     assert done.returncode == 0, done.stdout + done.stderr
