@@ -181,14 +181,15 @@ def end_what_criu_left() -> None:
 
 
 @contextlib.contextmanager
-def network_alone() -> Iterator[None]:
-    """One restore at a time in a network namespace: who listens where is only known once CRIU is done."""
-    descriptor = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+def alone(*places: str | Path) -> Iterator[None]:
+    """One restore at a time in a network namespace: who listens where is only known once CRIU is done. And one at a time of an
+    image: CRIU takes a Unix socket's old file away first and binds to its path later, where another's would be by then."""
+    with contextlib.ExitStack() as opened:
+        for place in places:
+            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -226,7 +227,7 @@ class Restoration:
                 self.put_files_back(owner)
             with owner.acting():
                 telling = self.tell()
-            with self.clock.step("criu"), network_alone():
+            with self.clock.step("criu"), alone("/proc/self/ns/net", self.directory):
                 self.refuse_taken_addresses()
                 self.bring_back(owner)
             owner.become()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -112,6 +114,18 @@ def test_one_after_another(moved: Moved) -> None:
     fourth = moved.copy("fourth", image).start().serving()
     assert moved.right(fourth)
     assert not [path.name for path in (image / "images").iterdir() if path.name.startswith(("netdev", "ipcns", "uts"))]
+
+
+def test_a_restore_waits_for_another_of_the_same_image(moved: Moved) -> None:
+    """Also in a network of its own: their Unix sockets have the same paths, and CRIU would find the other's in its way."""
+    image = os.open(moved.lab.image, os.O_RDONLY)
+    fcntl.flock(image, fcntl.LOCK_EX)
+    waits = re.compile(rf"-> FLOCK .*:{os.fstat(image).st_ino} ")
+    copy = moved.copy("waits").start()
+    wait_until(lambda: waits.search(Path("/proc/locks").read_text()), "the restore to wait", 60)
+    assert "criu:" not in copy.words()
+    os.close(image)
+    assert moved.right(copy.serving())
 
 
 def test_two_at_once(moved: Moved) -> None:
