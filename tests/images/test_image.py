@@ -162,7 +162,9 @@ def tokens(make_root: Callable[[str], tuple[Container, dict[str, str]]]) -> list
     assert one.start(*SERVE, **env).state("serving")["leader"]["pid"] < 100, "numbers that any container gives out"
     answer: list[int] = json.loads(one.python(ASK, "3"))
     made = one.exec("nvsnap-launch", "snapshot", "create", "/images/one")
-    assert made.returncode == 0, made.stderr
+    # The server was the container's PID 1: with it goes all that still runs there, this command too if it has not ended by then.
+    assert made.returncode in (0, 128 + signal.SIGKILL), made.stderr
+    assert "nvsnap_launch: snapshot /images/one: " in made.stderr
     assert one.wait() == 0
     return answer
 
