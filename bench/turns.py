@@ -32,9 +32,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace]:
     engine_arguments(parser, tp=1)
     parser.add_argument("--turns", type=int, default=40, help="pairs of blocks, of 4 answers each")
     parser.add_argument("--tokens", type=int, default=64, help="length of each answer, at most 200")
-    parser.add_argument(
-        "--json", type=Path, help="file for the raw lines, in place of run/turns.jsonl under --work"
-    )
+    parser.add_argument("--json", type=Path, help="file for the raw lines, in place of run/turns.jsonl under --work")
     found = parsed(parser, arguments)
     if found.turns < 2 or not 1 <= found.tokens <= 200:
         print("python -m bench.turns: --turns from 2, --tokens from 1 to 200", file=sys.stderr)
