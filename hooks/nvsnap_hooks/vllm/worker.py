@@ -276,7 +276,7 @@ def _prove(site: Site) -> dict[str, Any]:
 
 
 def _forget_cached_environment() -> None:
-    """vLLM caches its variables after start-up (0.27.1 to 0.32.0, ``enable_envs_cache``): read them again."""
+    """vLLM caches its variables after start-up (0.20.2 to 0.33.0, ``enable_envs_cache``): read them again."""
     variables = versions.load("variables")
     variables.disable_envs_cache()
     variables.enable_envs_cache()
