@@ -62,7 +62,7 @@ class Plants:
 
     def _plant_workspace(self) -> None:
         """FlashInfer's workspaces stay: the ingredient that decides whether an image can be restored."""
-        from nvsnap_hooks.flashinfer.workspaces import Workspaces
+        from nvsnap_hooks.vllm.flashinfer_workspaces import Workspaces
 
         _shadow(Workspaces, "release", lambda self, site: {})
 

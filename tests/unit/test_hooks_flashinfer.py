@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nvsnap_hooks.flashinfer.workspaces import Workspaces
 from nvsnap_hooks.vllm import versions
+from nvsnap_hooks.vllm.flashinfer_workspaces import Workspaces
 
 VLLM = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 MIB = 1 << 20

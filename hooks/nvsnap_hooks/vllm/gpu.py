@@ -10,9 +10,9 @@ import contextlib
 
 from .. import collector
 from ..cuda import peers
-from ..flashinfer.workspaces import Workspaces
 from .all_to_all import AllToAll
 from .custom_all_reduce import CustomAllReduce
+from .flashinfer_workspaces import Workspaces
 from .graphs import Graphs
 from .kv_cache import KvCache
 from .pynccl import Pynccl

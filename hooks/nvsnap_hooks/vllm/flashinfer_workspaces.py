@@ -1,0 +1,181 @@
+"""FlashInfer's all-reduce workspaces as vLLM has them: one or two, as globals of a module.
+
+vLLM looks there at every call (distributed/device_communicators/flashinfer_all_reduce.py, 0.20.2 to 0.33.0), compiled code
+too: a new object in the global is found. How one is given up: ../flashinfer/workspaces.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..flashinfer import workspaces
+from . import versions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .site import Site
+
+_ALL_REDUCE = "vllm.distributed.device_communicators.flashinfer_all_reduce"
+SLOTS = ("_fi_ar_workspace", "_fi_ar_quant_workspace")  # vLLM's globals: both may name one workspace
+
+
+class Record:
+    """One workspace, the globals that name it, the coordinator whose ranks it spans, and how to make it again."""
+
+    def __init__(self, workspace: Any, coordinator: Any) -> None:
+        self.workspace = workspace  # None once it was dropped
+        self.coordinator = coordinator
+        self.slots = [slot for slot in SLOTS if getattr(_vllm(), slot) is workspace]
+        self.arguments = _arguments(workspace)
+
+
+class Workspaces:
+    name = "FlashInfer workspaces"
+
+    def __init__(self) -> None:
+        self.released = False
+        self._records: list[Record] | None = None
+
+    @staticmethod
+    def kinds() -> list[type]:
+        """What is sought among the live objects."""
+        return workspaces.kinds()
+
+    def obstacles(self, site: Site) -> list[str]:
+        """A workspace that could not be given up or made again, or that is somebody else's: a model's own, say."""
+        records = _records(site)
+        ours = {id(memory) for record in records for memory in workspaces.memory(record.workspace)}
+        handles = {id(getattr(record.workspace, "ipc_handles", None)) for record in records}
+        return [
+            *(reason for record in records if (reason := _obstacle(record))),
+            *(
+                "a workspace on torch's symmetric memory is not vLLM's"
+                for key in workspaces.on_torch_memory()
+                if key not in handles
+            ),
+            *("a workspace of a model's own is in use" for memory in workspaces.mapped() if id(memory) not in ours),
+            *(
+                f"{coordinator.unique_name} uses the PCIe all-reduce (VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC)"
+                for coordinator, communicator in site.communicators()
+                if getattr(getattr(communicator, "fi_pcie_ipc_ar_comm", None), "workspace", None) is not None
+            ),
+        ]
+
+    def release(self, site: Site) -> dict[str, Any]:
+        """Collective. A second attempt, after one that raised, doesn't wait for the others: they may be past this point."""
+        if self.released:
+            return {}
+        if self._records is None:
+            self._records = _records(site)
+            site.synchronize()
+            for record in self._records:
+                site.barrier(record.coordinator)
+        for record in self._records:
+            _give_up(record)
+        self.released = True
+        return _count(self._records)
+
+    def reacquire(self, _: Site) -> dict[str, Any]:
+        """Collective, over the new groups. Raises RuntimeError where FlashInfer makes no workspace any more."""
+        if not self.released:
+            return {}
+        records = self._records or []
+        for record in records:
+            _take_back(record)
+        self.released, self._records = False, None
+        return _count(records)
+
+    def residue(self) -> list[str]:
+        """What is mapped, whoever holds it. (Torch's own memory is also counted in ../torch/symmetric_memory.py.)"""
+        return [
+            *("a workspace on torch's symmetric memory is alive" for _ in workspaces.on_torch_memory()),
+            *(
+                f"{memory.allocation_size >> 20} MiB on each of {memory.group_size} GPUs are mapped"
+                for memory in workspaces.mapped()
+            ),
+        ]
+
+
+def _vllm() -> Any:
+    """vLLM's module; None where the engine did without it (one GPU): importing it would import FlashInfer."""
+    return sys.modules.get(_ALL_REDUCE)
+
+
+def _spanned() -> dict[int, Any]:
+    """vLLM's dict from a workspace's id to its CPU group (0.27.1 and later; before, every workspace is of the TP group)."""
+    groups: dict[int, Any] = getattr(_vllm(), "_fi_ar_workspace_groups", {})
+    return groups
+
+
+def _records(site: Site) -> list[Record]:
+    found = {id(w): w for slot in SLOTS if (w := getattr(_vllm(), slot, None)) is not None}
+    return [Record(workspace, _owner(site, workspace)) for workspace in found.values()]
+
+
+def _owner(site: Site, workspace: Any) -> Any:
+    group = _spanned().get(id(workspace))
+    if group is None:
+        return versions.load("groups")._TP
+    return next((c for c, _ in site.communicators() if c.cpu_group is group), None)
+
+
+def _obstacle(record: Record) -> str:
+    """Why this one could not come back; "" if it can."""
+    kind = type(record.workspace).__name__
+    if record.coordinator is None:
+        return f"{kind} spans a group that is not the engine's"
+    if workspaces.keeps_address(record.workspace):
+        return ""
+    if workspaces.multicast(record.workspace):
+        return f"{kind} has NVLink multicast that can't be given up here (TORCH_SYMM_MEM_DISABLE_MULTICAST=1 avoids it)"
+    if record.arguments is None:
+        return f"{kind} can't be made again"
+    return ""
+
+
+def _arguments(workspace: Any) -> dict[str, Any] | None:
+    """vLLM's arguments for it, but for the group. Of the element type only whether it is 32 bits wide matters to FlashInfer."""
+    import torch
+
+    known = getattr(workspace, "metadata", None)
+    return known and {
+        "backend": workspace.backend,
+        "world_size": known["tp_size"],
+        "rank": known["tp_rank"],
+        "max_token_num": known["max_token_num"],
+        "hidden_dim": known["hidden_dim"],
+        "dtype": torch.float32 if known["use_fp32_lamport"] else torch.bfloat16,
+    }
+
+
+def _give_up(record: Record) -> None:
+    workspace = record.workspace
+    if workspace is None:
+        return
+    _spanned().pop(id(workspace), None)  # it would keep the group; and a new object may get this one's id
+    if workspaces.keeps_address(workspace):
+        workspace.checkpoint_prepare()
+        return
+    workspaces.drop(workspace)
+    for slot in record.slots:
+        setattr(_vllm(), slot, None)
+    record.workspace = None
+
+
+def _take_back(record: Record) -> None:
+    group = record.coordinator.cpu_group
+    if record.workspace is not None:
+        record.workspace.checkpoint_restore(_vllm().TorchDistBackend(group=group))
+        _spanned()[id(record.workspace)] = group
+        return
+    record.workspace = _vllm()._create_workspace(**record.arguments or {}, group=group)
+    if record.workspace is None:
+        raise RuntimeError(f"FlashInfer makes no workspace any more for {record.coordinator.unique_name}")
+    for slot in record.slots:
+        setattr(_vllm(), slot, record.workspace)
+
+
+def _count(records: list[Record]) -> dict[str, Any]:
+    return {"workspaces": len(records)} if records else {}
