@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,41 +18,9 @@ def collect() -> None:
 
 
 def referrers(objects: Sequence[Any]) -> list[Any]:
-    """As ``gc.get_referrers``, and perhaps some more. One look at everything: some 0.2 s in an engine's worker."""
-    classes = _look.classes if _look is not None and _look.found is None else ()
+    """As ``gc.get_referrers``. One look at everything: some 0.2 s in an engine's worker."""
     with _thawed():
-        found = gc.get_referrers(*objects, *classes)
-    if _look is not None and classes:
-        _look.found = [weakref.ref(one) for one in found if type(one) in classes]
-    return found
-
-
-def instances(*classes: type) -> list[Any]:
-    """Every live object whose class is exactly one of these. They must be classes written in Python: an instance of such a
-    class refers to it, and the collector knows both (CPython, ``subtype_traverse``)."""
-    if _look is None or not set(classes) <= set(_look.classes):
-        return [found for found in referrers(classes) if type(found) in classes]
-    if _look.found is None:
-        referrers(())
-    known = (reference() for reference in _look.found or ())
-    return [found for found in known if found is not None and type(found) in classes]
-
-
-class _Look:
-    def __init__(self, classes: tuple[type, ...]) -> None:
-        self.classes = classes
-        self.found: list[weakref.ref[Any]] | None = None
-
-
-@contextlib.contextmanager
-def one_look(classes: Sequence[type]) -> Iterator[None]:
-    """Within it the first look, whatever it is for, finds the instances of all these classes, too: they only get fewer."""
-    global _look
-    _look = _Look(tuple(classes))
-    try:
-        yield
-    finally:
-        _look = None
+        return gc.get_referrers(*objects)
 
 
 @contextlib.contextmanager
@@ -67,6 +34,3 @@ def _thawed() -> Iterator[None]:
     finally:
         if frozen:
             gc.freeze()
-
-
-_look: _Look | None = None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import re
 import signal
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import gpu_client
 from engine_support import Seen, later
@@ -29,6 +30,7 @@ from nvsnap_launch.hooktree import procfs
 Row = dict[str, Any]
 ANSWERS, ANSWER_TOKENS = 4, 48
 GRAPHS_S = 90.0
+TURN_S = 600.0  # for the others of a turn
 # Kinds of gpu_plants.py, and what the refusal must say.
 LEFTOVERS = {
     "workspace": "flashinfer",
@@ -59,19 +61,33 @@ class Lab:
     folder: Path
     server: GpuServer | None = None
     starts: int = 0
+    turn: IO[str] | None = None
+    began: Callable[[], None] = lambda: None
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
 
     def up(self, row: Row) -> GpuServer:
-        """The server, started if it is not there. Its start is in the row that paid for it."""
-        if self.server is not None and self.server.running:
-            return self.server
-        self.down()
-        self.starts += 1
-        self.server = GpuServer.of(self.place, self.shape, self.folder / f"{self.shape}.{self.starts}")
-        started = time.monotonic()
-        self.server.start()
-        row["start_s"] = round(time.monotonic() - started, 1)
+        """The server, started if it is not there, and this series' turn. Its start is in the row that paid for it."""
+        if self.server is None or not self.server.running:
+            self.down()
+            self.starts += 1
+            self.server = GpuServer.of(self.place, self.shape, self.folder / f"{self.shape}.{self.starts}")
+            started = time.monotonic()
+            self.server.start()
+            row["start_s"] = round(time.monotonic() - started, 1)
+        self.take_turn()
         return self.server
+
+    def take_turn(self) -> None:
+        """Servers of several series may start at one time; then one at a time does something."""
+        if self.place.turn and self.turn is None:
+            self.turn = Path(self.place.turn).open("w")  # noqa: SIM115 (held until end_turn)
+            fcntl.flock(self.turn, fcntl.LOCK_EX)
+        self.began()
+
+    def end_turn(self) -> None:
+        if self.turn is not None:
+            self.turn.close()
+            self.turn = None
 
     def settle(self) -> None:
         """After a case that failed: a start is dear, so a server that still serves is kept."""
@@ -351,12 +367,62 @@ def killed(lab: Lab, row: Row) -> None:
     check(str(pid) in row["said"], f"process {pid} is not named: {row['said']}")
 
 
+def profile(lab: Lab, row: Row) -> None:
+    """Where the time of two cycles goes on each rank, and what is left on its GPU: to read, not to judge."""
+    server = lab.up(row)
+    row["planted"] = server.rpc("plant", "profile")
+    row["cycles"] = []
+    for _ in range(2):
+        cycle = {"prepare": prepare(server), "restore": restore(server)}
+        row["cycles"].append({**cycle, "profile": server.rpc("planted_profile")})
+    server.rpc("plant_away")
+
+
+def asleep(lab: Lab, row: Row) -> None:
+    """vLLM's sleep mode: awake, put to sleep while prepared, and prepared while asleep; each suspended and resumed."""
+    server = lab.up(row)
+    before = answers(server)
+    row["used before"] = server.place.used()
+    row["cycles"] = [cycle(server, before)]
+    for name, first, second in (
+        ("sleep while prepared", prepare, fall_asleep),
+        ("prepare while asleep", fall_asleep, prepare),
+    ):
+        found: Row = {"first": first(server), "second": second(server), "used": server.place.used()}
+        row[name] = found
+        found["suspend"] = suspended = server.suspend()
+        check(suspended["ok"], f"suspend failed: {suspended}")
+        found["resume"] = server.resume(suspended["pids"])
+        check(found["resume"]["ok"], f"resume failed: {found['resume']}")
+        if first is prepare:
+            wake(server)
+            found["restore"] = restore(server)
+        else:
+            server.act(signal.SIGUSR2, "serving")
+            wake(server)
+            found["graphs"] = wait_graphs(server)
+        found["same"] = answers(server) == before
+        check(found["same"], f"{name}: answers differ from those before")
+    check(row["cycles"][0]["same"], "answers differ after a cycle")
+
+
+def fall_asleep(server: GpuServer) -> Row:
+    started = time.monotonic()
+    gpu_client.call(server.port, "/sleep?level=1", {})
+    return {"seconds": round(time.monotonic() - started, 3), "used": server.place.used()}
+
+
+def wake(server: GpuServer) -> None:
+    gpu_client.call(server.port, "/wake_up", {})
+
+
 def against_bare(lab: Lab, row: Row) -> None:
     """The same engine with and without the launcher, at the same time on the same GPUs, measured in turn."""
-    server = lab.up(row)
     bare = GpuServer.of(lab.place, lab.shape, lab.folder / f"{lab.shape}.bare", bare=True)
+    starting = later(bare.start)
     try:
-        bare.start()
+        server = lab.up(row)
+        starting.result(START_S)
         for clients, tokens in ((1, 128), (32, 128)) if lab.place.gpu else ((1, 8), (32, 8)):
             found: dict[str, list[float]] = {"bare": [], "launched": []}
             for turn in range(12 if lab.place.gpu else 3):
@@ -398,8 +464,10 @@ CASES = {
     "off": Case("off", measured, 90),
     "tp1": Case("tp1", once, 120),
     "eager": Case("eager", once, 120),
-    "moe": Case("moe", once, 120),
+    "moe": Case("moe", strong, 200),
     "killed": Case("small", killed, 120),
+    "sleep": Case("sleep", asleep, 150),
+    "profile": Case("dense", profile, 150),
 }
 
 
@@ -417,6 +485,7 @@ def to_stderr() -> Iterator[None]:
 def run(lab: Lab, name: str) -> Row:
     row: Row = {"case": name, "shape": lab.shape, "ok": True}
     started = time.monotonic()
+    lab.began = lambda: tell(begin=name, deadline=CASES[name].seconds)
     try:
         with to_stderr():
             CASES[name].run(lab, row)
@@ -426,19 +495,21 @@ def run(lab: Lab, name: str) -> Row:
         if lab.server is not None:
             row["log"] = lab.server.words()[-2500:]
             lab.settle()
+    finally:
+        lab.end_turn()
     row["seconds"] = round(time.monotonic() - started, 1)
     return row
 
 
 def main(config: str, shape: str, *names: str) -> int:
     values = json.loads(config)
-    place = Place(Path(values["python"]), values["path"], Path(values["work"]), values["gpu"])
+    place = Place(Path(values["python"]), values["path"], Path(values["work"]), values["gpu"], values["turn"])
     lab = Lab(place, shape, Path(values["folder"]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         for name in names:
             running = lab.server is not None and lab.server.running
-            tell(begin=name, deadline=CASES[name].seconds + (0 if running else START_S))
+            tell(begin=name, deadline=CASES[name].seconds + (0 if running else START_S) + (TURN_S if place.turn else 0))
             tell(row=run(lab, name))
     finally:
         lab.down()

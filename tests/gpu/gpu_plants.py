@@ -6,9 +6,12 @@ would leave; the product has no switch for one.
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import gc
+import io
 import os
+import pstats
 import signal
 import zlib
 from typing import Any
@@ -58,6 +61,21 @@ class Plants:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
+    def _plant_profile(self) -> None:
+        """Where a rank's time goes, and what its GPU holds besides the weights when all is given up: see planted_profile."""
+        from nvsnap_hooks.vllm import worker
+
+        weights = {p.untyped_storage().data_ptr() for p in self.get_model().parameters()}  # type: ignore[attr-defined]
+        for action in ("check", "release", "reacquire", "recapture"):
+            _shadow(worker._Rank, f"do_{action}", _profiled(action, getattr(worker._Rank, f"do_{action}"), weights))
+
+    def planted_profile(self) -> dict[str, str]:
+        """What was measured since the last call, by action."""
+        told = {action: _table(profile) for action, profile in _profiles.items()}
+        _profiles.clear()
+        told.update(_told)
+        return told
+
     # -- leftovers that a resource of ours should have given up -----------------------------------
 
     def _plant_workspace(self) -> None:
@@ -80,7 +98,7 @@ class Plants:
         """The audit finds nothing any more."""
         from nvsnap_hooks.vllm import worker
 
-        _shadow(worker._Rank, "do_residue", lambda self, report, _: report.update(residue=[]))
+        _shadow(worker._Rank, "_look", lambda self, report, *_: report.update(residue=[]))
 
     def _plant_death(self) -> None:
         """This rank dies in the middle of its release, with its first resources given up and others not."""
@@ -155,6 +173,52 @@ class Plants:
             driver.cuMemFree_v2(own)
 
         _kept["import"] = undo
+
+
+_profiles: dict[str, cProfile.Profile] = {}
+_told: dict[str, str] = {}
+
+
+def _profiled(action: str, original: Any, weights: set[int]) -> Any:
+    def do(self: Any, *arguments: Any) -> None:
+        profile = _profiles.setdefault(action, cProfile.Profile())
+        profile.enable()
+        try:
+            original(self, *arguments)
+        finally:
+            profile.disable()
+            if action == "release":
+                _told["memory"] = _memory(weights)
+
+    return do
+
+
+def _table(profile: cProfile.Profile, lines: int = 40) -> str:
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(lines)
+    return text.getvalue()
+
+
+def _memory(weights: set[int]) -> str:
+    """torch's live blocks that hold no weights, largest first: MiB, and the tensors that are there."""
+    import torch
+
+    gc.unfreeze()
+    tensors: dict[int, str] = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.is_cuda and found.untyped_storage().nbytes():
+            tensors.setdefault(found.untyped_storage().data_ptr(), f"{tuple(found.shape)} {found.dtype}")
+    gc.freeze()
+    segments = torch.cuda.memory_snapshot()
+    blocks = [
+        (block["size"], block["address"])
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block["address"] not in weights
+    ]
+    total, live = (sum(sizes) >> 20 for sizes in ((s["total_size"] for s in segments), (size for size, _ in blocks)))
+    lines = [f"{size / 2**20:9.2f} {tensors.get(at, '?')}" for size, at in sorted(blocks, reverse=True)[:40]]
+    return "\n".join([f"{total} MiB in {len(segments)} segments, {live} MiB live and no weights", *lines])
 
 
 class _IpcHandle(ctypes.Structure):

@@ -214,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--engine-path", default="", help="what the engine's Python needs on PYTHONPATH")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: a rehearsal without driver calls")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all of it")
+    parser.add_argument("--turn", default="", metavar="FILE", help="for series that run at one time: one has its turn")
     given = parser.parse_args(arguments)
     out, work = given.out.absolute(), (given.work or Path(tempfile.mkdtemp(prefix="nvsnap-gpu-"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -224,6 +225,7 @@ def main(arguments: Sequence[str]) -> int:
         "path": given.engine_path,
         "work": str(work),
         "gpu": given.device == "gpu",
+        "turn": given.turn,
         "folder": str(folder),
     }
     series = Series(out, place, given.budget)

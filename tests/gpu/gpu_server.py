@@ -60,6 +60,7 @@ SHAPES = {
     "eager": Shape("small", flags=("--enforce-eager",)),
     "small": Shape("small"),
     "moe": Shape("moe", flags=("--enable-expert-parallel",)),
+    "sleep": Shape("small", flags=("--enable-sleep-mode",)),
     "off": Shape(
         "dense",
         flags=("--enforce-eager", "--disable-custom-all-reduce", *NO_FUSED_ALL_REDUCE),
@@ -76,6 +77,7 @@ class Place:
     path: str
     work: Path
     gpu: bool
+    turn: str = ""  # a file: whoever has it locked may use the GPUs
 
     def model(self, name: str) -> Path:
         folder = self.work / "models" / name

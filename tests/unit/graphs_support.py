@@ -13,6 +13,8 @@ from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from nvsnap_hooks.live import Noted
+from nvsnap_hooks.torch import graphs as torch_graphs
 from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.graphs import Graphs
 from nvsnap_hooks.vllm.site import Site
@@ -28,6 +30,19 @@ GROUPS = "vllm.distributed.parallel_state"
 class Mode(Enum):
     FULL = 2
     PIECEWISE = 1
+    NONE = 0
+
+
+class Shape(int):
+    """``BatchExecutionDescriptor``: a number of tokens, and how it runs."""
+
+    cg_mode: Mode
+
+    @classmethod
+    def of(cls, size: int, mode: Mode) -> Shape:
+        shape = cls(size)
+        shape.cg_mode = mode
+        return shape
 
 
 class CUDAGraph:
@@ -133,38 +148,63 @@ def capture_graph(pool: Any) -> CUDAGraph:
     return graph
 
 
-class CudaGraphManager:
-    """V2. ``capture`` is vLLM 0.26.0's, without the model."""
+class BaseGraphManager:
+    """V2. ``capture`` is that of vLLM 0.26.0's ``CudaGraphManager``."""
 
     def __init__(self, pool: Any, wrapper: CUDAGraphWrapper | None = None, **shapes: list[int]) -> None:
         self.graphs: dict[Any, CUDAGraph] = {}
         self.pool, self.wrapper = pool, wrapper
         self._graphs_captured = False
-        self._capture_descs = {Mode[name]: list(sizes) for name, sizes in shapes.items()}
+        self._capture_descs = {
+            Mode[name]: [Shape.of(size, Mode[name]) for size in sizes] for name, sizes in shapes.items()
+        }
         self.log: list[tuple[str, int, Any]] = []
+        self.warm_ups: list[tuple[str, int]] = []
         self.fails_at: int | None = None
 
     def needs_capture(self) -> bool:
         return len(self._capture_descs) > 0
 
-    def capture(self) -> None:
+    def capture(self, create_forward_fn: Callable[..., Callable[[Mode], None]]) -> None:
         module = sys.modules[MANAGER]
         with module.graph_capture(device="cuda:0"):
             for mode in (Mode.PIECEWISE, Mode.FULL):
                 if mode not in self._capture_descs:
                     continue
                 for shape in module.tqdm(self._capture_descs[mode], desc="Capturing CUDA graphs"):
-                    if shape == self.fails_at:
-                        raise RuntimeError("out of memory")
-                    self.log.append((mode.name, shape, sys.modules["torch"].cuda.current_stream()))
+                    forward = create_forward_fn(shape, warmup=True)
+                    forward(Mode.NONE)
                     if mode is Mode.PIECEWISE:
-                        assert self.wrapper is not None
-                        self.wrapper(shape, capture=True)
+                        forward(Mode.PIECEWISE)
                     else:
+                        forward = create_forward_fn(shape, warmup=False)
                         assert shape not in self.graphs
                         graph = capture_graph(self.pool)
+                        forward(Mode.NONE)
                         self.graphs[shape] = graph
         self._graphs_captured = True
+
+
+class CudaGraphManager(BaseGraphManager):
+    """``ModelCudaGraphManager``, without the model."""
+
+    def capture(self) -> None:  # type: ignore[override]
+        def create(shape: Shape, warmup: bool) -> Callable[[Mode], None]:
+            if shape == self.fails_at:
+                raise RuntimeError("out of memory")
+
+            def forward(mode: Mode) -> None:
+                if warmup and mode is Mode.NONE:
+                    self.warm_ups.append((shape.cg_mode.name, shape))
+                    return
+                self.log.append((shape.cg_mode.name, shape, sys.modules["torch"].cuda.current_stream()))
+                if mode is Mode.PIECEWISE:
+                    assert self.wrapper is not None
+                    self.wrapper(shape, capture=True)
+
+            return forward
+
+        super().capture(create)
 
 
 class V2Runner:
@@ -292,7 +332,7 @@ def install(patch: pytest.MonkeyPatch) -> Gpu:
         GRAPHS: {"CUDAGraphWrapper": CUDAGraphWrapper},
         BREAKABLE: {"BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper},
         MONITOR: {"cudagraph_capturing_enabled": False},
-        MANAGER: {"CudaGraphManager": CudaGraphManager, "tqdm": _noisy, "graph_capture": _graph_capture},
+        MANAGER: {"CudaGraphManager": BaseGraphManager, "tqdm": _noisy, "graph_capture": _graph_capture},
         GROUPS: {"graph_capture": _graph_capture},
         "vllm.platforms": {"current_platform": type("CudaPlatform", (), {"_global_graph_pool": (0, 1000)})()},
     }
@@ -311,6 +351,12 @@ def install(patch: pytest.MonkeyPatch) -> Gpu:
         patch.setitem(versions.running, key, Target((), module_name, qualname))
     patch.setattr(CUDAGraphWrapper, "_all_instances", weakref.WeakSet())
     patch.setattr(BreakableCUDAGraphWrapper, "_all_instances", weakref.WeakSet())
+    noted = Noted()  # as the hooks wrap torch's class
+    patch.setattr(CUDAGraph, "capture_begin", noted.wrap(CUDAGraph.capture_begin))
+    patch.setattr(torch_graphs, "graphs", noted)
+    pools = Noted()
+    patch.setattr(MemPool, "__init__", pools.wrap(MemPool.__init__))
+    patch.setattr(torch_graphs, "pools", pools)
     return gpu
 
 

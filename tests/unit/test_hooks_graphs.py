@@ -144,6 +144,7 @@ def test_a_second_prepare_before_all_are_back_knows_how_it_was(gpu: Gpu) -> None
 def test_graphs_that_nobody_could_capture_again_are_an_obstacle(gpu: Gpu) -> None:
     here, runner, _ = v2()
     own = {1: CUDAGraph()}  # as the Gemma 4 drafter has them
+    own[1].capture_begin()
     graphs = Graphs()
     assert graphs.obstacles(here) == ["1 graphs are held by something unknown, which could not capture them again"]
     own[2] = own  # type: ignore[assignment]

@@ -83,6 +83,20 @@ def test_all_captures_are_on_one_stream(gpu: Gpu) -> None:
     assert gpu.streams == ["main"]
 
 
+def test_one_shape_of_each_mode_is_run_before_it_is_captured_after_each_restore(gpu: Gpu) -> None:
+    here, runner = v2()
+    manager, draft = runner.cudagraph_manager, runner.speculator.decode_cudagraph_manager
+    graphs, recapture = released(here)
+    for expected in (1, 2):
+        for _ in range(3):
+            recapture.step(here, 2)
+        assert manager.warm_ups == [("PIECEWISE", 8), ("FULL", 4)] * expected
+        assert draft.warm_ups == [("FULL", 2)] * expected
+        assert len(manager.log) == 4 * expected
+        graphs.release(here)
+        graphs.reacquire(here)
+
+
 def test_a_v1_runner_gets_its_graphs_back_and_then_its_encoders(gpu: Gpu) -> None:
     wrapper = CUDAGraphWrapper(POOL)
     dispatcher, encoder = CudagraphDispatcher(PIECEWISE=[8, 1], FULL=[4]), EncoderCudaGraphManager(16, 32)

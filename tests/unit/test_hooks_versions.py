@@ -220,7 +220,8 @@ ASK = """
 
 WRAPPED = set(
     "async_llm engine_shutdown http_startup compile_key core_main worker_main "
-    "nccl_comm_init nccl_comm_destroy nccl_comm_abort symmetric_rendezvous coordinator_init".split()
+    "nccl_comm_init nccl_comm_destroy nccl_comm_abort symmetric_rendezvous coordinator_init "
+    "graph memory_pool flashinfer_memory".split()
 )
 
 

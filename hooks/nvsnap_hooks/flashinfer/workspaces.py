@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import sys
 
-from .. import collector
+from ..live import Noted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+own_memory = Noted()  # for ``SymmDeviceMemory.__init__`` (comm/mnnvl.py, 0.6.0 and later)
 
 
 def memory(workspace: Any) -> list[Any]:
@@ -50,15 +52,9 @@ def on_torch_memory() -> list[int]:
     return [key for key, kept in _references().items() if any(isinstance(one, tuple) for one in kept)]
 
 
-def kinds() -> list[type]:
-    """FlashInfer's own symmetric memory (comm/mnnvl.py, 0.6.0 and later)."""
-    kind = getattr(sys.modules.get("flashinfer.comm.mnnvl"), "SymmDeviceMemory", None)
-    return [] if kind is None else [kind]
-
-
 def mapped() -> list[Any]:
     """What of it is mapped, whoever made it."""
-    return [found for kind in kinds() for found in collector.instances(kind) if any(found.uc_handles)]
+    return [found for found in own_memory.alive() if any(getattr(found, "uc_handles", ()))]
 
 
 def _references() -> dict[int, list[Any]]:

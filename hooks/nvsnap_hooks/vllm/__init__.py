@@ -59,7 +59,8 @@ def unmet(*roles: str) -> list[str]:
 
 
 def _install_patches(targets: dict[str, Target]) -> None:
-    from ..torch import symmetric_memory
+    from ..flashinfer import workspaces
+    from ..torch import graphs, symmetric_memory
     from . import core, pynccl, rank_lists, worker
     from .leader import wrap_engine_init, wrap_engine_shutdown, wrap_http_startup
 
@@ -69,6 +70,9 @@ def _install_patches(targets: dict[str, Target]) -> None:
         "http_startup": wrap_http_startup,
         "compile_key": _wrap_compile_key,
         "coordinator_init": rank_lists.wrap_coordinator_init,
+        "flashinfer_memory": workspaces.own_memory.wrap,
+        "graph": graphs.graphs.wrap,
+        "memory_pool": graphs.pools.wrap,
         "nccl_comm_init": pynccl.wrap_comm_init,
         "nccl_comm_destroy": pynccl.wrap_comm_end,
         "nccl_comm_abort": pynccl.wrap_comm_end,

@@ -6,9 +6,6 @@ Graphs go first: destroying a communicator that a live graph captured hangs. Eac
 
 from __future__ import annotations
 
-import contextlib
-
-from .. import collector
 from ..cuda import peers
 from .all_to_all import AllToAll
 from .custom_all_reduce import CustomAllReduce
@@ -31,8 +28,6 @@ MIB = 1 << 20
 
 class Gpu:
     """The resources of one rank on a GPU."""
-
-    name = "GPU memory"
 
     def __init__(self) -> None:
         self.graphs = Graphs()
@@ -57,12 +52,6 @@ class Gpu:
             lambda: self.kv_cache.reacquire(site),
         )
         return [_part(resource, site) for resource in self.before_groups], [cache]
-
-    def one_look(self) -> contextlib.AbstractContextManager[None]:
-        """All that is sought among the live objects is found in one look at them."""
-        return collector.one_look(
-            [kind for resource in self.before_groups for kind in getattr(resource, "kinds", list)()]
-        )
 
     def trim(self, site: Site) -> dict[str, Any]:
         """Give what torch holds in reserve back to the driver."""

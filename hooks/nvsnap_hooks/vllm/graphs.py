@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .. import collector
 from ..shadow import instead, quiet
+from ..torch import graphs as torch_graphs
 from . import versions
 
 TYPE_CHECKING = False
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .site import Site
-
-_NO_POOL = (0, 0)  # of a segment of torch's in no private pool
 
 
 class Piece(NamedTuple):
@@ -62,13 +61,6 @@ class Graphs:
         self.released = False
         self.pending: list[Piece] = []
         self._holders: Holders | None = None
-
-    @staticmethod
-    def kinds() -> list[type]:
-        """What is sought among the live objects."""
-        import torch
-
-        return [torch.cuda.CUDAGraph, torch.cuda.MemPool]
 
     def holders(self, site: Site) -> Holders:
         """Looked up once, while the engine has its graphs: afterwards some holders are out of sight. They stay the same."""
@@ -118,23 +110,7 @@ class Graphs:
         return {}
 
     def residue(self) -> list[str]:
-        """Live graph objects; and memory of a pool that torch keeps, with nothing in it, for a graph out of Python's sight."""
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return []
-        live = collector.instances(torch.cuda.CUDAGraph, torch.cuda.MemPool)
-        graphs = sum(type(found) is torch.cuda.CUDAGraph for found in live)
-        others = {_NO_POOL, *(tuple(found.id) for found in live if type(found) is torch.cuda.MemPool)}
-        empty = [
-            segment
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) not in others and not segment["active_size"]
-        ]
-        found = [f"{graphs} graphs are still there"] if graphs else []
-        if empty:
-            size = sum(segment["total_size"] for segment in empty)
-            found.append(f"{size >> 20} MiB are still kept for graphs that replay")
-        return found
+        return torch_graphs.residue()
 
     # -- for recapture.py -------------------------------------------------------------------------
 
@@ -260,10 +236,8 @@ def _graphs(held: Holders) -> Iterator[Any]:
 
 def _unknown(held: Holders) -> int:
     """How many graphs have no known holder."""
-    import torch
-
     known = {id(graph) for graph in _graphs(held)}
-    return sum(id(graph) not in known for graph in collector.instances(torch.cuda.CUDAGraph))
+    return sum(id(graph) not in known for graph in torch_graphs.graphs.alive())
 
 
 def _drop(held: Holders) -> tuple[int, int]:

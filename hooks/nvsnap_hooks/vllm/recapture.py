@@ -39,6 +39,7 @@ class Recapture:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs = graphs
         self._stream: Any = None
+        self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
     def count(self, site: Site) -> dict[str, int]:
         """``{captured, total}`` of the shapes to capture; total is 0 for an engine that runs without graphs."""
@@ -88,7 +89,10 @@ class Recapture:
         import torch
 
         site.synchronize()
-        if len(self.graphs.pending) == len(self.graphs.holders(site).pieces) or torch.cuda.mem_get_info()[0] < SPARE:
+        first = len(self.graphs.pending) == len(self.graphs.holders(site).pieces)
+        if first:
+            self._warm.clear()
+        if first or torch.cuda.mem_get_info()[0] < SPARE:
             torch.cuda.empty_cache()
         if self._stream is None:
             self._stream = torch.cuda.Stream(site.device)
@@ -129,10 +133,33 @@ class Recapture:
                 yield instead(module, tqdm=lambda iterable, *_, **__: iterable)
             if hasattr(module, "graph_capture"):
                 yield instead(module, graph_capture=self._on_one_stream(module.graph_capture, torch))
+        if self.graphs.holders(site).managers:
+            yield self._warm_ups_once(versions.load("graph_manager"))
         monitor = versions.load("graph_monitor")
         yield instead(monitor, cudagraph_capturing_enabled=True)
         if getattr(site.runner, "adaptive_verification", None) is not None:  # it measures the engine after each capture
             yield instead(site.runner, adaptive_verification=None)
+
+    def _warm_ups_once(self, kind: Any) -> contextlib.AbstractContextManager[None]:
+        """The engine runs each shape before it captures it; all kernels were loaded when it did so at its start. From 0.25 on
+        (``CudaGraphManager.capture``) nothing of that run is used by the capture, so the first of each mode will do: it shows
+        that communicators and workspaces work."""
+        original = kind.capture
+
+        def capture(manager: Any, create_forward_fn: Any, *args: Any, **named: Any) -> Any:
+            def create(desc: Any, *warmup: Any, **named_warmup: Any) -> Any:
+                forward = create_forward_fn(desc, *warmup, **named_warmup)
+                key = (id(manager), desc.cg_mode)
+                if not named_warmup.get("warmup") or not callable(forward):
+                    return forward
+                if key not in self._warm:
+                    self._warm.add(key)
+                    return forward
+                return lambda mode: None if mode.name == "NONE" else forward(mode)
+
+            return original(manager, create, *args, **named)
+
+        return instead(kind, capture=capture)
 
     def _on_one_stream(self, graph_capture: Callable[..., Any], torch: ModuleType) -> Callable[..., Any]:
         @contextlib.contextmanager

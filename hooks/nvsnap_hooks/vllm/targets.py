@@ -142,6 +142,8 @@ V0_23: dict[str, Target] = _CPU | {
     ),
     "set_config": _gpu("vllm.config", "set_current_vllm_config", parameters="vllm_config"),
     # graphs
+    "graph": _gpu("torch.cuda.graphs", "CUDAGraph.capture_begin", parameters="self"),
+    "memory_pool": _gpu("torch.cuda.memory", "MemPool.__init__", parameters="self allocator"),
     "runner_v1": _gpu(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
@@ -207,6 +209,7 @@ V0_23: dict[str, Target] = _CPU | {
         f"{_DEVICES}.flashinfer_all_reduce",
         names="_fi_ar_workspace _fi_ar_quant_workspace _create_workspace",
     ),
+    "flashinfer_memory": _gpu("flashinfer.comm.mnnvl", "SymmDeviceMemory.__init__", parameters="self buf_size"),
     "all_to_all": _gpu(
         f"{_DEVICES}.all2all",
         names="AgRsAll2AllManager FlashInferNVLinkOneSidedManager FlashInferNVLinkTwoSidedManager",

@@ -6,7 +6,6 @@ end vLLM's RPC out of step with the other ranks (0.32.0, MultiprocExecutor.colle
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import traceback
@@ -114,35 +113,28 @@ class _Rank:
     def do_check(self, report: Report, options: dict[str, Any]) -> None:
         """Nothing is touched: what would keep this rank from coming back."""
         site = self._site()
-        with self._one_look():
-            self._check(report, options, site)
-        self._note_graphs(report, site)
-
-    def _check(self, report: Report, options: dict[str, Any], site: Site) -> None:
         report["residue"] = [
             *(unmet("worker", "gpu") if site.on_gpu else ()),
             *(f"{type(c).__name__} {c.unique_name} keeps no rank lists" for c in site.foreign),
             *(reason for part in self._parts(site, options) for reason in part.obstacles()),
         ]
+        self._note_graphs(report, site)
 
     def do_release(self, report: Report, options: dict[str, Any]) -> None:
-        with self._one_look():
-            self._release(report, options)
-            self.do_residue(report, options)
-            if report["residue"] and self.gpu is not None:  # garbage, perhaps: a collection takes 0.3 s, so only then
-                collector.collect()
-                self._run(report, ("garbage", lambda: self._trim(self._site())))
-                self.do_residue(report, options)
-
-    def _one_look(self) -> contextlib.AbstractContextManager[None]:
-        self._site()
-        return self.gpu.one_look() if self.gpu is not None else contextlib.nullcontext()
-
-    def _trim(self, site: Site) -> dict[str, Any]:
-        return self.gpu.trim(site) if self.gpu is not None else {}
-
-    def _release(self, report: Report, options: dict[str, Any]) -> None:
         site = self._site()
+        self._release(report, options, site)
+        self._look(report, site, options)
+        if report["residue"] and self.gpu is not None:  # garbage, perhaps: a collection takes 0.3 s, so only then
+            collector.collect()
+            self._trim(report, "garbage", site)
+            self._look(report, site, options)
+
+    def _trim(self, report: Report, name: str, site: Site) -> None:
+        gpu = self.gpu
+        if gpu is not None:
+            self._run(report, (name, lambda: gpu.trim(site)))
+
+    def _release(self, report: Report, options: dict[str, Any], site: Site) -> None:
         parts = self._parts(site, options)
         for self._reached, part in enumerate(parts, 1):
             # Without a group there is nothing to agree over, and nobody waits for anybody either.
@@ -150,8 +142,7 @@ class _Rank:
                 self._run(report, (part.resource.name, part.release))
             else:
                 self._release_together(report, site, part)
-        if self.gpu is not None:
-            self._run(report, (self.gpu.name, lambda: self._trim(site)))
+        self._trim(report, "GPU memory", site)
 
     def _release_together(self, report: Report, site: Site, part: Part) -> None:
         """On to the next resource only when all ranks are done with this one, or a rank would wait there for one that failed."""
@@ -191,7 +182,9 @@ class _Rank:
             report["graphs"] = self.gpu.graph_count(site)
 
     def do_residue(self, report: Report, options: dict[str, Any]) -> None:
-        site = self._site()
+        self._look(report, self._site(), options)
+
+    def _look(self, report: Report, site: Site, options: dict[str, Any]) -> None:
         resources = [part.resource for part in self._parts(site, options)]
         report["residue"] = [f"{resource.name}: {left}" for resource in resources for left in resource.residue()]
         report["leaked"] = {

@@ -1,6 +1,5 @@
 """Pretended CUDA graphs of this rank (STANDIN_GRAPHS): the hooks' own worker part drives them as those of a GPU."""
 
-import contextlib
 import os
 import time
 
@@ -31,12 +30,8 @@ class Graphs:
 class Gpu:
     """In place of nvsnap_hooks.vllm.gpu.Gpu."""
 
-    name = "GPU memory"
-
     def __init__(self):
         self.graphs = _graphs
-
-    one_look = staticmethod(contextlib.nullcontext)
 
     def parts(self, site, options):
         from nvsnap_hooks.vllm.site import Part

@@ -1,0 +1,31 @@
+"""Live objects of a class, noted when they are made or first used: asked at once, where a look at the whole heap takes 0.2 s."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class Noted:
+    """It holds none of them. What was frozen out of the collector's sight (``gc.freeze``) is there, too."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """For a method that each of them goes through: ``__init__``, say."""
+
+        @functools.wraps(original)
+        def noting(one: Any, *args: Any, **kwargs: Any) -> Any:
+            self._made.add(one)
+            return original(one, *args, **kwargs)
+
+        return noting
+
+    def alive(self) -> list[Any]:
+        return list(self._made)
