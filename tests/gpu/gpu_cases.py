@@ -157,7 +157,7 @@ def prepare(server: GpuServer) -> Row:
         "without drain": round(last["seconds"] - drain, 3),
         "steps": found,
         "used": server.place.used(),
-        "held": [held(pid) for pid in server.workers] if server.place.gpu else [],
+        "held": [held(pid) for pid in server.on_gpu] if server.place.gpu else [],
     }
 
 
@@ -316,8 +316,9 @@ def stray(lab: Lab, row: Row) -> None:
     server = lab.up(row)
     prepare(server)
     restore(server)
-    row["refused"] = leftover(server, "communicator", "process group")
-    check(row["refused"].get("good", False), f"not refused, or not serving afterwards: {row['refused']}")
+    said = leftover(server, "communicator", "process group")
+    row["refused"] = {"communicator": said}
+    check(said.get("good", False), f"not refused, or not serving afterwards: {said}")
 
 
 def leftover(server: GpuServer, kind: str, word: str) -> Row:

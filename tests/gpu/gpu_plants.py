@@ -206,7 +206,7 @@ def _memory(weights: set[int]) -> str:
     gc.unfreeze()
     tensors: dict[int, str] = {}
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.is_cuda and found.untyped_storage().nbytes():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.is_cuda and found.untyped_storage().nbytes():
             tensors.setdefault(found.untyped_storage().data_ptr(), f"{tuple(found.shape)} {found.dtype}")
     gc.freeze()
     segments = torch.cuda.memory_snapshot()

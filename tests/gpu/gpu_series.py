@@ -154,7 +154,7 @@ def shown(row: Row) -> str:
     }
     if told:
         lines.append("  " + ", ".join(f"{key}: {value}" for key, value in told.items()))
-    for kind, said in (row.get("refused") or {}).items():
+    for kind, said in row.get("refused", {}).items():
         lines.append(
             f"  leftover {kind}: {'good' if said.get('good') else 'BAD'}: {str(said.get('said') or said)[:300]}"
         )

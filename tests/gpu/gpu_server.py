@@ -181,6 +181,11 @@ class GpuServer(Server):
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    @property
+    def on_gpu(self) -> list[int]:
+        """A process a rank; one rank alone may be in the engine core's own process."""
+        return self.workers if self.ranks > 1 else [self.pid("core")]
+
     def tree(self) -> list[psutil.Process]:
         assert self.process is not None
         return tree.descendants(self.process.pid)

@@ -52,17 +52,20 @@ class Site:
     def communicators(self) -> list[tuple[Any, Any]]:
         return [(self.coordinator, self.communicator)]
 
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def barrier(self, coordinator: Any) -> None:
+    def barrier(self) -> None:
         self.log.append("barrier")
-        coordinator.cpu_group.group.meet()
+        self.coordinator.cpu_group.group.meet()
 
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
         self.log.append("configured")
         yield
+
+
+def release(part: Any, site: Any) -> Any:
+    """As a rank does it, which compares what it holds with the others' first."""
+    part.hold(site)
+    return part.release(site)
 
 
 def regroup(sites: list[Site]) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from communicators_support import release
 from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.all_to_all import AllToAll
 
@@ -141,7 +142,6 @@ class Engine:
             moe_prepare_workspace_tensor=None,
             moe_mapping=None,
         )
-        self.log: list[str] = []
         self.coordinator = SimpleNamespace(unique_name="ep:0")
         self.communicator = SimpleNamespace(all2all_backend=None, all2all_manager=None)
         monkeypatch.setattr(versions, "load", {"mnnvl_communicator": lambda group: ("over", group)}.__getitem__)
@@ -156,12 +156,6 @@ class Engine:
     def communicators(self) -> list[tuple[Any, Any]]:
         return [(self.coordinator, self.communicator)]
 
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def barrier(self, coordinator: Any) -> None:
-        self.log.append(f"barrier of {coordinator.unique_name}")
-
 
 def cycle(engine: Engine, manager: Manager) -> AllToAll:
     """Released, checked and taken back over a new group."""
@@ -169,14 +163,11 @@ def cycle(engine: Engine, manager: Manager) -> AllToAll:
     engine.communicator.all2all_manager = manager
     assert resource.obstacles(engine) == []
     assert len(resource.residue()) == 2
-    assert resource.release(engine) == {"managers": 1}
-    assert engine.log == ["synchronize", "barrier of ep:0"]
+    assert release(resource, engine) == {"managers": 1}
     assert resource.residue() == []
     assert resource.release(engine) == {}
-    engine.log.clear()
     manager.cpu_group = "a new group"
     assert resource.reacquire(engine) == {"managers": 1}
-    assert engine.log == ["barrier of ep:0"]
     assert engine.communicator.all2all_manager is manager and manager.initialized
     assert not resource.released and resource.reacquire(engine) == {}
     return resource
@@ -239,12 +230,11 @@ def test_a_release_that_raised_is_finished_without_the_others(monkeypatch: pytes
     cleanup = manager.cleanup
     monkeypatch.setattr(manager, "cleanup", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        resource.release(engine)
+        release(resource, engine)
     assert not resource.released and len(resource.residue()) == 2
     monkeypatch.setattr(manager, "cleanup", cleanup)
-    engine.log.clear()
     assert resource.release(engine) == {"managers": 1}
-    assert engine.log == [] and resource.residue() == []
+    assert resource.residue() == []
 
 
 @pytest.mark.parametrize(
@@ -266,7 +256,7 @@ def test_the_others(
     engine.communicator.all2all_backend, engine.communicator.all2all_manager = backend, manager
     assert resource.obstacles(engine) == expected
     if not expected:
-        assert resource.release(engine) == {} and resource.residue() == [] and resource.reacquire(engine) == {}
+        assert release(resource, engine) == {} and resource.residue() == [] and resource.reacquire(engine) == {}
 
 
 def test_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from communicators_support import DEVICE, RANKS, Group, Ranked, Site, on_all, regroup
+from communicators_support import DEVICE, RANKS, Group, Ranked, Site, on_all, regroup, release
 from nvsnap_hooks.cuda import runtime
 from nvsnap_hooks.vllm.custom_all_reduce import CustomAllReduce
 
@@ -103,13 +103,18 @@ def start(kind: Callable[..., Any], **parameters: Any) -> list[Site]:
     return sites
 
 
+def alone(site: Site) -> Site:
+    site.barrier = lambda: None  # type: ignore[method-assign]
+    return site
+
+
 def test_a_cycle_leaves_nothing_open_and_keeps_the_object(driver: Driver) -> None:
     sites = start(kind_of(driver), symm_mem_enabled=True)
     parts = [CustomAllReduce() for _ in sites]
     olds = [site.communicator.ca_comm for site in sites]
     for _ in range(2):
         assert [part.obstacles(site) for part, site in zip(parts, sites, strict=True)] == [[], []]
-        assert on_all(lambda rank: parts[rank].release(sites[rank])) == [{"communicators": 1}] * RANKS
+        assert on_all(lambda rank: release(parts[rank], sites[rank])) == [{"communicators": 1}] * RANKS
         assert (driver.allocated, driver.opened, driver.objects) == (set(), {}, set())
         assert [(old.disabled, part.released, part.residue()) for old, part in zip(olds, parts, strict=True)] == [
             (True, True, [])
@@ -126,15 +131,18 @@ def test_a_cycle_leaves_nothing_open_and_keeps_the_object(driver: Driver) -> Non
         assert [part.reacquire(site) for part, site in zip(parts, sites, strict=True)] == [{}, {}]
 
 
-def test_ranks_meet_before_the_first_close_and_after_the_last(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_freed_before_all_ranks_have_closed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     sites = start(kind_of(driver))
-    part = CustomAllReduce()
-    monkeypatch.setattr(
-        runtime, "close_ipc_handle", lambda address: (sites[0].log.append("close"), driver.close(address))
-    )
-    on_all(lambda rank: (part if rank == 0 else CustomAllReduce()).release(sites[rank]))
-    assert [word for word in sites[0].log if word != "close"] == ["synchronize", "barrier", "barrier"]
-    assert sites[0].log[:2] == ["synchronize", "barrier"] and sites[0].log[-1] == "barrier"
+    log: list[str] = []
+    for name in ("close", "free"):
+        call = getattr(driver, name)
+        monkeypatch.setattr(driver, name, lambda address, name=name, call=call: (log.append(name), call(address)))
+    monkeypatch.setattr(runtime, "close_ipc_handle", driver.close)
+    met: list[list[str]] = []
+    meet = sites[0].barrier
+    sites[0].barrier = lambda: (meet(), met.append(list(log)))  # type: ignore[method-assign]
+    assert on_all(lambda rank: release(CustomAllReduce(), sites[rank])) == [{"communicators": 1}] * RANKS
+    assert met[0][:4] == ["close"] * 4 and log.count("free") == 4
 
 
 def test_what_can_not_be_closed_is_named_and_the_other_rank_goes_on(driver: Driver) -> None:
@@ -142,7 +150,7 @@ def test_what_can_not_be_closed_is_named_and_the_other_rank_goes_on(driver: Driv
     parts = [CustomAllReduce() for _ in sites]
     stuck = sites[0].communicator.ca_comm.buffer_ptrs[1]
     driver.stuck.add(stuck)
-    first, second = on_all(lambda rank: parts[rank].release(sites[rank]))
+    first, second = on_all(lambda rank: release(parts[rank], sites[rank]))
     assert isinstance(first, RuntimeError) and "cudaIpcCloseMemHandle" in str(first)
     assert isinstance(second, AssertionError), "the stand-in refuses what the first still has open"
     assert parts[0].residue() == ["tp:0 still has its buffers", f"a peer's buffer at {stuck:#x} is still open"]
@@ -161,14 +169,14 @@ def test_one_that_was_off_stays_off(driver: Driver) -> None:
     kind = kind_of(driver)
     site = Site(Group(), ca_comm=kind(None, None))
     part = CustomAllReduce()
-    assert part.obstacles(site) == [] and part.release(site) == {} and part.residue() == []
+    assert part.obstacles(site) == [] and release(part, alone(site)) == {} and part.residue() == []
     assert part.reacquire(site) == {} and site.communicator.ca_comm.disabled
 
 
 def test_one_that_does_not_work_after_the_move_is_an_error(driver: Driver) -> None:
     sites = start(kind_of(driver))
     parts = [CustomAllReduce() for _ in sites]
-    on_all(lambda rank: parts[rank].release(sites[rank]))
+    on_all(lambda rank: release(parts[rank], sites[rank]))
     for site in sites:
         site.communicator.ca_comm.device = None
     back = on_all(lambda rank: parts[rank].reacquire(sites[rank]))

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from communicators_support import release
+from nvsnap_hooks.flashinfer import workspaces
+from nvsnap_hooks.live import Noted
 from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.flashinfer_workspaces import Workspaces
 
@@ -93,10 +96,11 @@ class Engine:
     """One rank: vLLM's and FlashInfer's modules, and the site that the resource is given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: type) -> None:
-        self.memory = type(memory.__name__, (memory,), {})  # of this engine alone: others' may not be collected yet
+        noted = Noted()  # as the hooks wrap FlashInfer's class
+        monkeypatch.setattr(workspaces, "own_memory", noted)
+        self.memory = type(memory.__name__, (memory,), {"__init__": noted.wrap(memory.__init__)})
         self.references: dict[int, list[Any]] = {}
         self.made: list[dict[str, Any]] = []
-        self.log: list[str] = []
         self.tp = SimpleNamespace(unique_name="tp:0", cpu_group=object())
         self.communicator = SimpleNamespace(fi_ar_comm=None)
         self.vllm = SimpleNamespace(
@@ -107,10 +111,9 @@ class Engine:
         )
         self.make: Any = None
         monkeypatch.setattr(versions, "load", {"groups": SimpleNamespace(_TP=self.tp)}.__getitem__)
+        monkeypatch.setattr(versions, "loaded", {"flashinfer_all_reduce": self.vllm}.get)
         modules = {
-            VLLM: self.vllm,
             "flashinfer.comm.trtllm_ar": SimpleNamespace(_symm_workspace_refs=self.references),
-            "flashinfer.comm.mnnvl": SimpleNamespace(SymmDeviceMemory=self.memory),
             "torch": SimpleNamespace(float32="float32", bfloat16="bfloat16"),
         }
         for name, module in modules.items():
@@ -118,12 +121,6 @@ class Engine:
 
     def communicators(self) -> list[tuple[Any, Any]]:
         return [(self.tp, self.communicator)]
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def barrier(self, coordinator: Any) -> None:
-        self.log.append(f"barrier of {coordinator.unique_name}")
 
     def create(self, **arguments: Any) -> Any:
         self.made.append(arguments)
@@ -157,8 +154,7 @@ def test_dropped_and_made_again(dropping: Engine) -> None:
     memory = [weakref.ref(one) for one in held.mem_handles]
     assert resource.obstacles(engine) == []
     assert resource.residue() != []
-    assert resource.release(engine) == {"workspaces": 1}
-    assert engine.log == ["synchronize", "barrier of tp:0"]
+    assert release(resource, engine) == {"workspaces": 1}
     assert [one() for one in memory] == [None] * 3 and resource.residue() == []
     assert engine.vllm._fi_ar_workspace is engine.vllm._fi_ar_quant_workspace is None
     assert resource.release(engine) == {}
@@ -184,7 +180,7 @@ def test_two_workspaces_come_back_each_to_its_place(dropping: Engine) -> None:
     resource, engine = Workspaces(), dropping
     engine.vllm._fi_ar_quant_workspace = engine.make()
     engine.vllm._fi_ar_quant_workspace.metadata["use_fp32_lamport"] = True
-    resource.release(engine)
+    release(resource, engine)
     assert resource.residue() == []
     resource.reacquire(engine)
     assert [made["dtype"] for made in engine.made] == ["bfloat16", "float32"]
@@ -198,11 +194,10 @@ def test_a_release_that_raised_is_finished_without_the_others(
     with monkeypatch.context() as broken:
         broken.setattr(Workspace, "destroy", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            resource.release(engine)
+            release(resource, engine)
     assert not resource.released
-    engine.log.clear()
     assert resource.release(engine) == {"workspaces": 1}
-    assert engine.log == [] and resource.residue() == []
+    assert resource.residue() == []
     resource.reacquire(engine)
     assert len(engine.made) == 1 and engine.vllm._fi_ar_workspace is not None
 
@@ -217,7 +212,7 @@ def test_memory_that_somebody_holds_is_residue(dropping: Engine) -> None:
     else:
         words = "64 MiB on each of 2 GPUs are mapped"
     del workspace
-    resource.release(engine)
+    release(resource, engine)
     assert set(resource.residue()) == {words}
     holder.clear()
     engine.references.clear()
@@ -226,7 +221,7 @@ def test_memory_that_somebody_holds_is_residue(dropping: Engine) -> None:
 
 def test_flashinfer_makes_none(dropping: Engine) -> None:
     resource, engine = Workspaces(), dropping
-    resource.release(engine)
+    release(resource, engine)
     engine.make = lambda: None
     with pytest.raises(RuntimeError, match="FlashInfer makes no workspace any more for tp:0"):
         resource.reacquire(engine)
@@ -248,7 +243,7 @@ def test_the_address_is_kept_where_flashinfer_can(keeping: Engine) -> None:
     workspace = engine.vllm._fi_ar_workspace
     assert resource.obstacles(engine) == []
     assert len(resource.residue()) == 3
-    assert resource.release(engine) == {"workspaces": 1}
+    assert release(resource, engine) == {"workspaces": 1}
     assert resource.residue() == []
     assert engine.vllm._fi_ar_workspace_groups == {}, "it would keep the old group alive"
     engine.regroup()
@@ -267,7 +262,7 @@ def test_on_torch_memory_it_is_dropped_there_too(keeping: Engine) -> None:
     engine.vllm._fi_ar_workspace = engine.vllm._fi_ar_quant_workspace = workspace
     engine.vllm._fi_ar_workspace_groups = {id(workspace): engine.tp.cpu_group}
     assert resource.obstacles(engine) == []
-    resource.release(engine)
+    release(resource, engine)
     assert resource.residue() == [] and engine.vllm._fi_ar_workspace is None
     assert engine.vllm._fi_ar_workspace_groups == {}, "the next workspace may get this one's id"
 
@@ -305,9 +300,9 @@ def test_what_is_not_ours(keeping: Engine) -> None:
 
 def test_an_engine_without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     resource, engine = Workspaces(), Engine(monkeypatch, Stable)
-    for names in ((), ("flashinfer.comm.trtllm_ar", "flashinfer.comm.mnnvl", VLLM)):
-        for name in names:  # as on one GPU, where the engine imports none of it
-            monkeypatch.delitem(sys.modules, name)
-        assert resource.obstacles(engine) == [] and resource.release(engine) == {} and resource.residue() == []
+    for imported in (True, False):
+        if not imported:  # as on one GPU
+            monkeypatch.delitem(sys.modules, "flashinfer.comm.trtllm_ar")
+            monkeypatch.setattr(versions, "loaded", lambda key: None)
+        assert resource.obstacles(engine) == [] and release(resource, engine) == {} and resource.residue() == []
         assert resource.released and resource.reacquire(engine) == {} and not resource.released
-    assert VLLM not in sys.modules

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from communicators_support import DEVICE, RANKS, Group, Site, on_all, regroup
+from communicators_support import DEVICE, RANKS, Group, Site, on_all, regroup, release
 from nvsnap_hooks.vllm import pynccl, versions
 from nvsnap_hooks.vllm.pynccl import Pynccl
 
@@ -46,7 +47,7 @@ class PyNcclCommunicator:
 @pytest.fixture(autouse=True)
 def wrapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     windows = SimpleNamespace(_mem_pool=None)
-    monkeypatch.setattr(versions, "running", {"nccl_windows": SimpleNamespace(module="the_allocator")})
+    monkeypatch.setattr(versions, "running", {"nccl_windows": SimpleNamespace(module="the_allocator", qualname="")})
     monkeypatch.setitem(sys.modules, "the_allocator", windows)
     monkeypatch.setattr(pynccl, "_live", set())
     wrappers: list[tuple[str, Callable[..., Any]]] = [
@@ -83,8 +84,7 @@ def test_a_cycle_destroys_all_and_keeps_the_objects() -> None:
     for _ in range(2):
         before = {old.comm.value for old in olds}
         assert len(parts[0].residue()) == RANKS
-        assert on_all(lambda rank: parts[rank].release(sites[rank])) == [{"communicators": 1}] * RANKS
-        assert [site.log[-2:] for site in sites] == [["synchronize", "barrier"]] * RANKS
+        assert on_all(lambda rank: release(parts[rank], sites[rank])) == [{"communicators": 1}] * RANKS
         assert parts[0].residue() == []
         assert all(old.disabled and not old.available and old.comm is None for old in olds)
 
@@ -95,13 +95,12 @@ def test_a_cycle_destroys_all_and_keeps_the_objects() -> None:
             assert old.group is site.coordinator.cpu_group and old.comm.value not in before
 
 
-def test_one_that_is_not_destroyed_is_named_and_the_next_try_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_not_destroyed_is_named_and_the_next_try_ends() -> None:
     site, part = alone(), Pynccl()
-    monkeypatch.setattr(site, "barrier", lambda _: None)
     comm = site.communicator.pynccl_comm.comm.value
     NCCLLibrary.failures = 1
     with pytest.raises(RuntimeError, match="unhandled cuda error"):
-        part.release(site)
+        release(part, site)
     assert not part.released and site.communicator.pynccl_comm.disabled
     assert part.release(site) == {"communicators": 1} and part.released
     assert part.residue() == [f"communicator {comm:#x} is live"]
@@ -151,3 +150,20 @@ def test_one_that_vllm_turned_off_is_left_alone() -> None:
     communicator.available, communicator.disabled = False, True
     assert part.obstacles(site) == [] and part.release(site) == {} and part.reacquire(site) == {}
     assert not communicator.available
+
+
+def test_several_are_destroyed_at_one_time_each_on_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting, devices = threading.Barrier(2), list[Any]()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(set_device=devices.append)))
+    destroy = NCCLLibrary.ncclCommDestroy
+    monkeypatch.setattr(NCCLLibrary, "ncclCommDestroy", lambda *args: (meeting.wait(5), destroy(*args)))
+    site, second = alone(), alone()
+    site.communicators = lambda: [  # type: ignore[method-assign]
+        (each.coordinator, each.communicator) for each in (site, second)
+    ]
+    part = Pynccl()
+    NCCLLibrary.failures = 1
+    with pytest.raises(RuntimeError, match="unhandled cuda error"):
+        release(part, site)
+    assert devices == [DEVICE] * 2 and len(part.residue()) == 1
+    assert part.release(site) == {"communicators": 2}  # the second attempt has nothing left to destroy

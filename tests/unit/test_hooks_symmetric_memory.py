@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from communicators_support import DEVICE, Group, Site
+from communicators_support import DEVICE, Group, Site, release
 from nvsnap_hooks import registry
 from nvsnap_hooks.torch import symmetric_memory
 from nvsnap_hooks.vllm.symmetric_memory import SymmetricMemory
@@ -91,7 +91,6 @@ class SymmMemCommunicator:
 
 def start(monkeypatch: pytest.MonkeyPatch, **parameters: Any) -> Site:
     site = Site(Group())
-    monkeypatch.setattr(site, "barrier", lambda coordinator: site.log.append("barrier"))
     site.communicator.symm_mem_comm = SymmMemCommunicator(site.coordinator.cpu_group, DEVICE, **parameters)
     return site
 
@@ -102,8 +101,7 @@ def test_a_cycle_drops_the_buffer_and_keeps_the_object(monkeypatch: pytest.Monke
     for _ in range(2):
         assert part.obstacles(site) == [MULTICAST]
         assert part.residue() == [f"1.0 MiB, made in {__name__}, is still mapped"]
-        assert part.release(site) == {"communicators": 1} and part.residue() == []
-        assert site.log[-2:] == ["synchronize", "barrier"]
+        assert release(part, site) == {"communicators": 1} and part.residue() == []
         assert old.disabled and not hasattr(old, "buffer") and part.release(site) == {}
         site.coordinator.cpu_group = object()
         assert part.reacquire(site) == {"communicators": 1} and part.reacquire(site) == {}
@@ -115,7 +113,7 @@ def test_one_without_multicast_has_a_buffer_to_lose_and_stays_off(monkeypatch: p
     monkeypatch.setattr(SymmMemCommunicator, "multicast", False)
     site, part = start(monkeypatch), SymmetricMemory()
     assert len(part.residue()) == 1
-    part.release(site)
+    release(part, site)
     assert part.residue() == []
     part.reacquire(site)
     assert part.residue() == [] and site.communicator.symm_mem_comm.disabled
@@ -138,7 +136,7 @@ def test_memory_of_others_is_named(monkeypatch: pytest.MonkeyPatch, torch: Simpl
     site, part = start(monkeypatch), SymmetricMemory()
     asked: dict[str, Any] = {"__name__": "a_model", "symmetric": torch, "tensor": Tensor()}
     exec("symmetric.rendezvous(tensor, '3')", asked)
-    part.release(site)
+    release(part, site)
     assert part.residue() == ["1.0 MiB, made in a_model, is still mapped"]
 
 

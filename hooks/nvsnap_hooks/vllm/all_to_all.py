@@ -9,9 +9,9 @@ give each layer a buffer, which can't be made again in its place: refused.
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 from . import versions
+from .spanning import Held, Spanning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,17 +32,12 @@ _TWO_SIDED_CACHE = (
 )
 
 
-class Held(NamedTuple):
-    coordinator: Any
-    manager: Any
-
-
-class AllToAll:
+class AllToAll(Spanning):
     name = "all-to-all managers"
+    unit = "managers"
 
-    def __init__(self) -> None:
-        self.released = False
-        self._held: list[Held] | None = None
+    def find(self, site: Site) -> list[Held]:
+        return [Held(coordinator, manager, type(manager).__name__) for coordinator, manager in _with_memory(site)]
 
     def obstacles(self, site: Site) -> list[str]:
         """Managers of a kind that can't be given up or brought back."""
@@ -57,33 +52,12 @@ class AllToAll:
             if type(manager).__name__ == ONE_SIDED and not _keeps_address(manager) and not _keeps_sizes(manager)
         ]
 
-    def release(self, site: Site) -> dict[str, Any]:
-        """Collective. A second attempt, after one that raised, doesn't wait for the others: they may be past this point."""
-        if self.released:
-            return {}
-        if self._held is None:
-            self._held = _with_memory(site)
-            site.synchronize()
-            for held in self._held:
-                site.barrier(held.coordinator)
-        for held in self._held:
-            _give_up(held.manager)
-        self.released = True
-        return self._count()
+    def free(self, held: Held) -> None:
+        _give_up(held.one)
 
-    def reacquire(self, site: Site) -> dict[str, Any]:
-        """Collective, over the new groups: the managers' CPU groups are these already."""
-        if not self.released:
-            return {}
-        for held in self._held or ():
-            _take_back(held.manager)
-            site.barrier(held.coordinator)  # nobody writes to memory that a peer has still to clear
-        count = self._count()
-        self.released, self._held = False, None
-        return count
-
-    def _count(self) -> dict[str, Any]:
-        return {"managers": len(self._held)} if self._held else {}
+    def take_back(self, site: Site, held: Held) -> None:
+        """The manager's CPU group is the new one already. Its peers are ready when the engine's next step begins."""
+        _take_back(held.one)
 
     def residue(self) -> list[str]:
         """What FlashInfer still maps, whoever asked for it."""
@@ -95,9 +69,9 @@ def _kind(communicator: Any) -> str | None:
     return None if manager is None else type(manager).__name__
 
 
-def _with_memory(site: Site) -> list[Held]:
+def _with_memory(site: Site) -> list[tuple[Any, Any]]:
     return [
-        Held(coordinator, communicator.all2all_manager)
+        (coordinator, communicator.all2all_manager)
         for coordinator, communicator in site.communicators()
         if _kind(communicator) in (ONE_SIDED, TWO_SIDED) and communicator.all2all_manager.initialized
     ]

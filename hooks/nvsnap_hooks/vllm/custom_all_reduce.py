@@ -11,13 +11,14 @@ import contextlib
 import inspect
 
 from ..cuda import runtime
-from .communicators import Communicators, Held, meet
+from .communicators import Communicators
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from .site import Site
+    from .spanning import Held
 
 # Of CudaCommunicator, on ROCm only: nothing here knows how to close what they opened.
 UNSUPPORTED = {"qr_comm": "quick all-reduce", "aiter_ar_comm": "AITER's all-reduce"}
@@ -30,6 +31,7 @@ class CustomAllReduce(Communicators):
     def __init__(self) -> None:
         super().__init__()
         self._open: list[int] = []  # addresses of peers' buffers
+        self._met = False
 
     def obstacles(self, site: Site) -> list[str]:
         found = [
@@ -38,9 +40,9 @@ class CustomAllReduce(Communicators):
             for attribute, what in UNSUPPORTED.items()
             if not getattr(getattr(communicator, attribute, None), "disabled", True)
         ]
-        held = self.find(site)
+        held = self.hold(site)
         found += [
-            f"{c.unique_name} uses NVLink multicast" for c, one, _ in held if getattr(one, "mnnvl_multicast_ptr", 0)
+            f"{c.unique_name} uses NVLink multicast" for c, one, *_ in held if getattr(one, "mnnvl_multicast_ptr", 0)
         ]
         if held:
             try:
@@ -52,20 +54,28 @@ class CustomAllReduce(Communicators):
     def has_state(self, communicator: Any) -> bool:
         return bool(not communicator.disabled and communicator._ptr)
 
-    def before_free(self, site: Site, held: list[Held]) -> None:
-        self._open += [pointer for _, communicator, _ in held for pointer in _peers(communicator)]
-        with contextlib.ExitStack() as every:
-            every.callback(meet, site, held)  # the last: no rank frees what a peer has open
-            for pointer in list(self._open):
-                every.callback(self._close, pointer)
+    def release(self, site: Site) -> dict[str, Any]:
+        """Collective, also for a rank that has none."""
+        if not self.released and not self._met:
+            self._met = True
+            with contextlib.ExitStack() as every:
+                every.callback(site.barrier)  # the last: no rank frees what a peer has open
+                self._open += [pointer for held in self._held for pointer in _peers(held.one)]
+                for pointer in list(self._open):
+                    every.callback(self._close, pointer)
+        return super().release(site)
+
+    def reacquire(self, site: Site) -> dict[str, Any]:
+        self._met = False
+        return super().reacquire(site)
 
     def _close(self, pointer: int) -> None:
         runtime.close_ipc_handle(pointer)
         self._open.remove(pointer)
 
-    def free(self, communicator: Any) -> None:
-        communicator.close()  # does nothing once it is disabled
-        communicator.disabled = True
+    def free(self, held: Held) -> None:
+        held.one.close()  # does nothing once it is disabled
+        held.one.disabled = True
 
     def parameters(self, communicator: Any) -> dict[str, Any]:
         """Sizes come out as they were: ``max_size`` is what ``symm_mem_enabled`` (False unless given) made of it."""

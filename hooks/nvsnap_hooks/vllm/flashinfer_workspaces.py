@@ -6,10 +6,9 @@ too: a new object in the global is found. How one is given up: ../flashinfer/wor
 
 from __future__ import annotations
 
-import sys
-
 from ..flashinfer import workspaces
 from . import versions
+from .spanning import Held, Spanning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,39 +16,33 @@ if TYPE_CHECKING:
 
     from .site import Site
 
-_ALL_REDUCE = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 SLOTS = ("_fi_ar_workspace", "_fi_ar_quant_workspace")  # vLLM's globals: both may name one workspace
 
 
 class Record:
-    """One workspace, the globals that name it, the coordinator whose ranks it spans, and how to make it again."""
+    """One workspace, the globals that name it, and how to make it again."""
 
-    def __init__(self, workspace: Any, coordinator: Any) -> None:
+    def __init__(self, workspace: Any) -> None:
         self.workspace = workspace  # None once it was dropped
-        self.coordinator = coordinator
         self.slots = [slot for slot in SLOTS if getattr(_vllm(), slot) is workspace]
         self.arguments = _arguments(workspace)
 
 
-class Workspaces:
+class Workspaces(Spanning):
     name = "FlashInfer workspaces"
+    unit = "workspaces"
 
-    def __init__(self) -> None:
-        self.released = False
-        self._records: list[Record] | None = None
-
-    @staticmethod
-    def kinds() -> list[type]:
-        """What is sought among the live objects."""
-        return workspaces.kinds()
+    def find(self, site: Site) -> list[Held]:
+        records = [Record(workspace) for workspace in _found()]
+        return [Held(_owner(site, one.workspace), one, " and ".join(one.slots)) for one in records]
 
     def obstacles(self, site: Site) -> list[str]:
         """A workspace that could not be given up or made again, or that is somebody else's: a model's own, say."""
-        records = _records(site)
-        ours = {id(memory) for record in records for memory in workspaces.memory(record.workspace)}
-        handles = {id(getattr(record.workspace, "ipc_handles", None)) for record in records}
+        found = _found()
+        ours = {id(memory) for workspace in found for memory in workspaces.memory(workspace)}
+        handles = {id(getattr(workspace, "ipc_handles", None)) for workspace in found}
         return [
-            *(reason for record in records if (reason := _obstacle(record))),
+            *(reason for workspace in found if (reason := _obstacle(site, workspace))),
             *(
                 "a workspace on torch's symmetric memory is not vLLM's"
                 for key in workspaces.on_torch_memory()
@@ -63,29 +56,31 @@ class Workspaces:
             ),
         ]
 
-    def release(self, site: Site) -> dict[str, Any]:
-        """Collective. A second attempt, after one that raised, doesn't wait for the others: they may be past this point."""
-        if self.released:
-            return {}
-        if self._records is None:
-            self._records = _records(site)
-            site.synchronize()
-            for record in self._records:
-                site.barrier(record.coordinator)
-        for record in self._records:
-            _give_up(record)
-        self.released = True
-        return _count(self._records)
+    def free(self, held: Held) -> None:
+        record, workspace = held.one, held.one.workspace
+        if workspace is None:
+            return
+        _spanned().pop(id(workspace), None)  # it would keep the group; and a new object may get this one's id
+        if workspaces.keeps_address(workspace):
+            workspace.checkpoint_prepare()
+            return
+        workspaces.drop(workspace)
+        for slot in record.slots:
+            setattr(_vllm(), slot, None)
+        record.workspace = None
 
-    def reacquire(self, _: Site) -> dict[str, Any]:
-        """Collective, over the new groups. Raises RuntimeError where FlashInfer makes no workspace any more."""
-        if not self.released:
-            return {}
-        records = self._records or []
-        for record in records:
-            _take_back(record)
-        self.released, self._records = False, None
-        return _count(records)
+    def take_back(self, site: Site, held: Held) -> None:
+        """Raises RuntimeError where FlashInfer makes no workspace any more."""
+        record, group = held.one, held.coordinator.cpu_group
+        if record.workspace is not None:
+            record.workspace.checkpoint_restore(_vllm().TorchDistBackend(group=group))
+            _spanned()[id(record.workspace)] = group
+            return
+        record.workspace = _vllm()._create_workspace(**record.arguments or {}, group=group)
+        if record.workspace is None:
+            raise RuntimeError(f"FlashInfer makes no workspace any more for {held.coordinator.unique_name}")
+        for slot in record.slots:
+            setattr(_vllm(), slot, record.workspace)
 
     def residue(self) -> list[str]:
         """What is mapped, whoever holds it. (Torch's own memory is also counted in ../torch/symmetric_memory.py.)"""
@@ -100,7 +95,7 @@ class Workspaces:
 
 def _vllm() -> Any:
     """vLLM's module; None where the engine did without it (one GPU): importing it would import FlashInfer."""
-    return sys.modules.get(_ALL_REDUCE)
+    return versions.loaded("flashinfer_all_reduce")
 
 
 def _spanned() -> dict[int, Any]:
@@ -109,9 +104,9 @@ def _spanned() -> dict[int, Any]:
     return groups
 
 
-def _records(site: Site) -> list[Record]:
+def _found() -> list[Any]:
     found = {id(w): w for slot in SLOTS if (w := getattr(_vllm(), slot, None)) is not None}
-    return [Record(workspace, _owner(site, workspace)) for workspace in found.values()]
+    return list(found.values())
 
 
 def _owner(site: Site, workspace: Any) -> Any:
@@ -121,16 +116,16 @@ def _owner(site: Site, workspace: Any) -> Any:
     return next((c for c, _ in site.communicators() if c.cpu_group is group), None)
 
 
-def _obstacle(record: Record) -> str:
+def _obstacle(site: Site, workspace: Any) -> str:
     """Why this one could not come back; "" if it can."""
-    kind = type(record.workspace).__name__
-    if record.coordinator is None:
+    kind = type(workspace).__name__
+    if _owner(site, workspace) is None:
         return f"{kind} spans a group that is not the engine's"
-    if workspaces.keeps_address(record.workspace):
+    if workspaces.keeps_address(workspace):
         return ""
-    if workspaces.multicast(record.workspace):
+    if workspaces.multicast(workspace):
         return f"{kind} has NVLink multicast that can't be given up here (TORCH_SYMM_MEM_DISABLE_MULTICAST=1 avoids it)"
-    if record.arguments is None:
+    if _arguments(workspace) is None:
         return f"{kind} can't be made again"
     return ""
 
@@ -148,34 +143,3 @@ def _arguments(workspace: Any) -> dict[str, Any] | None:
         "hidden_dim": known["hidden_dim"],
         "dtype": torch.float32 if known["use_fp32_lamport"] else torch.bfloat16,
     }
-
-
-def _give_up(record: Record) -> None:
-    workspace = record.workspace
-    if workspace is None:
-        return
-    _spanned().pop(id(workspace), None)  # it would keep the group; and a new object may get this one's id
-    if workspaces.keeps_address(workspace):
-        workspace.checkpoint_prepare()
-        return
-    workspaces.drop(workspace)
-    for slot in record.slots:
-        setattr(_vllm(), slot, None)
-    record.workspace = None
-
-
-def _take_back(record: Record) -> None:
-    group = record.coordinator.cpu_group
-    if record.workspace is not None:
-        record.workspace.checkpoint_restore(_vllm().TorchDistBackend(group=group))
-        _spanned()[id(record.workspace)] = group
-        return
-    record.workspace = _vllm()._create_workspace(**record.arguments or {}, group=group)
-    if record.workspace is None:
-        raise RuntimeError(f"FlashInfer makes no workspace any more for {record.coordinator.unique_name}")
-    for slot in record.slots:
-        setattr(_vllm(), slot, record.workspace)
-
-
-def _count(records: list[Record]) -> dict[str, Any]:
-    return {"workspaces": len(records)} if records else {}

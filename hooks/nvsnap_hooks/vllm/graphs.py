@@ -170,7 +170,7 @@ def _find(runner: Any) -> Holders:
 
 def _managers(runner: Any) -> list[Any]:
     """The V2 runner's own first, as it captures first."""
-    kind = _loaded("graph_manager")
+    kind = versions.loaded("graph_manager")
     if kind is None:
         return []
     owners = [runner, getattr(runner, "speculator", None), getattr(runner, "model_state", None)]
@@ -214,7 +214,7 @@ def budget(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 def _wrappers() -> Iterator[Any]:
     for key in ("graph_wrapper", "breakable_wrapper"):
-        kind = _loaded(key)
+        kind = versions.loaded(key)
         if kind is not None:
             yield from list(kind._all_instances)
 
@@ -273,9 +273,3 @@ def _fresh_pools(held: Holders) -> None:
             if old not in fresh:
                 fresh[old] = torch.cuda.graph_pool_handle()
             setattr(owner, name, fresh[old])
-
-
-def _loaded(key: str) -> Any:
-    """A class of the engine's, if this process has imported it."""
-    target = versions.running.get(key)
-    return versions.load(key) if target is not None and target.module in sys.modules else None

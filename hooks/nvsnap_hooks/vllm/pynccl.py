@@ -8,7 +8,6 @@ scratch buffers live in memory that is registered with one communicator.
 from __future__ import annotations
 
 import os
-import sys
 
 from . import versions
 from .communicators import Communicators
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .site import Site
+    from .spanning import Held
 
 # ncclCommDestroy reports success where a multicast object is still bound (https://github.com/NVIDIA/nccl/issues/2117).
 MULTICAST = "NCCL may use NVLink multicast, which it does not give back: start the engine with NCCL_NVLS_ENABLE=0"
@@ -53,8 +53,8 @@ class Pynccl(Communicators):
     attribute = "pynccl_comm"
 
     def obstacles(self, site: Site) -> list[str]:
-        windows = sys.modules.get(versions.running["nccl_windows"].module)
-        found = [(c, communicator) for c, communicator, _ in self.find(site)]
+        windows = versions.loaded("nccl_windows")
+        found = [(c, communicator) for c, communicator, *_ in self.hold(site)]
         owned = {communicator.comm.value for _, communicator in found}
         foreign, unseen = _live - owned, owned - _live
         return [
@@ -69,7 +69,27 @@ class Pynccl(Communicators):
     def has_state(self, communicator: Any) -> bool:
         return bool(communicator.available and communicator.comm)
 
-    def free(self, communicator: Any) -> None:
+    def free_each(self, site: Site, every: list[Held]) -> None:
+        """At one time: each takes 0.4 s (two H200, NCCL 2.28.9), and almost none of it is work."""
+        if len(every) < 2:
+            super().free_each(site, every)
+            return
+        from concurrent.futures import ThreadPoolExecutor
+
+        import torch
+
+        def free(held: Held) -> None:
+            # NCCL goes back to the thread's device afterwards: the first one would get a context.
+            torch.cuda.set_device(site.device)
+            self.free(held)
+
+        with ThreadPoolExecutor(len(every)) as pool:
+            tasks = [pool.submit(free, held) for held in every]
+        for task in tasks:
+            task.result()
+
+    def free(self, held: Held) -> None:
+        communicator = held.one
         comm, communicator.comm = communicator.comm, None
         communicator.available, communicator.disabled = False, True
         if comm is not None:

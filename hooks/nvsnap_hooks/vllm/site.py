@@ -27,6 +27,7 @@ class Site:
 
     A resource of a GPU takes one: ``obstacles(site)`` (nothing is touched: why it could not be brought back),
     ``release(site)`` and ``reacquire(site)`` (collective: all ranks, in step; counts for the report), and ``residue()``.
+    What other ranks have a part in: spanning.py.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -80,11 +81,29 @@ class Site:
             torch.cuda.synchronize(self.device)
 
     @staticmethod
-    def barrier(coordinator: Any) -> None:
-        """All ranks of the group are here. Over the CPU group: never NCCL."""
+    def ranks(coordinator: Any) -> tuple[int, ...]:
+        """Of a coordinator's group, as the world counts them."""
         import torch.distributed as dist
 
-        dist.barrier(group=coordinator.cpu_group)
+        return tuple(dist.get_process_group_ranks(coordinator.cpu_group))
+
+    def barrier(self) -> None:
+        """All ranks of the engine are here. Over the CPU group: never NCCL."""
+        import torch.distributed as dist
+
+        world = self.coordinators[0]
+        if world.world_size > 1:
+            dist.barrier(group=world.cpu_group)
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """What each rank of the engine gives, by rank. Collective, over the CPU group of all."""
+        import torch.distributed as dist
+
+        world = self.coordinators[0]
+        values = [value] * world.world_size
+        if world.world_size > 1:
+            dist.all_gather_object(values, value, group=world.cpu_group)
+        return dict(zip(self.ranks(world), values, strict=True))
 
     def agree(self, fine: bool) -> bool:
         """Is it fine on every rank? Collective, over the CPU group of all."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from .. import registry
 from ..torch import symmetric_memory
-from .communicators import Communicators, Held
+from .communicators import Communicators
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from .site import Site
+    from .spanning import Held
 
 
 class SymmetricMemory(Communicators):
@@ -30,7 +31,7 @@ class SymmetricMemory(Communicators):
         return [
             *symmetric_memory.obstacles(site.device),
             # One that works has a multicast object; without, it turns itself off (symm_mem.py, 0.20.2 to 0.33.0).
-            *(f"{c.unique_name} uses NVLink multicast" for c, _, disabled in self.find(site) if not disabled),
+            *(f"{c.unique_name} uses NVLink multicast" for c, _, _, disabled in self.hold(site) if not disabled),
         ]
 
     def has_state(self, communicator: Any) -> bool:
@@ -41,13 +42,13 @@ class SymmetricMemory(Communicators):
         symmetric_memory.release()
         return count
 
-    def free(self, communicator: Any) -> None:
-        communicator.disabled = True
-        vars(communicator).pop("buffer", None)
+    def free(self, held: Held) -> None:
+        held.one.disabled = True
+        vars(held.one).pop("buffer", None)
 
-    def _rebuild(self, held: Held) -> None:
+    def take_back(self, site: Site, held: Held) -> None:
         if not held.disabled:
-            super()._rebuild(held)
+            super().take_back(site, held)
 
     def parameters(self, communicator: Any) -> dict[str, Any]:
         return {"force_multimem": communicator.force_multimem, "max_size_override": communicator.max_size}

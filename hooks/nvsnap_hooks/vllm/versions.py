@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import NamedTuple
 
 from .targets import V0_20, V0_22, V0_23, V0_30, V0_33, Target
@@ -67,6 +68,12 @@ def load(key: str) -> Any:
 
     target = running[key]
     return reduce(getattr, filter(None, target.qualname.split(".")), import_module(target.module))
+
+
+def loaded(key: str) -> Any:
+    """As ``load``; None where this process has not imported the target's module, or the running version has no such target."""
+    target = running.get(key)
+    return load(key) if target is not None and target.module in sys.modules else None
 
 
 def public(version: str) -> str:

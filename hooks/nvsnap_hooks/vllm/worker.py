@@ -13,7 +13,7 @@ import traceback
 from .. import collector, environment, procfs, protocol, stacks
 from ..protocol import say
 from ..torch.groups import Groups
-from . import unmet, versions
+from . import spanning, unmet, versions
 from .broadcast import Broadcasters
 from .cpu_shm import CpuShm
 from .site import Part, Site
@@ -136,6 +136,9 @@ class _Rank:
 
     def _release(self, report: Report, options: dict[str, Any], site: Site) -> None:
         parts = self._parts(site, options)
+        if self.gpu is not None:
+            resources = [part.resource for part in parts]
+            self._run(report, ("compare", lambda: spanning.compare(site, resources)))
         for self._reached, part in enumerate(parts, 1):
             # Without a group there is nothing to agree over, and nobody waits for anybody either.
             if self.gpu is None or self.groups.released or part.resource is self.groups:
