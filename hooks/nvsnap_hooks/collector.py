@@ -26,7 +26,7 @@ def referrers(objects: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def _thawed() -> Iterator[None]:
     """vLLM's workers freeze all they have when they are warm (0.20.2 to 0.33.0): neither found nor collected until then."""
-    frozen = gc.get_freeze_count()
+    frozen = _was_frozen()
     if frozen:
         gc.unfreeze()
     try:
@@ -34,3 +34,13 @@ def _thawed() -> Iterator[None]:
     finally:
         if frozen:
             gc.freeze()
+
+
+def _was_frozen() -> bool:
+    """To count takes 0.1 s in a worker, so what was once found is not asked again: it was frozen by us since, at the latest."""
+    global _frozen
+    _frozen = _frozen or gc.get_freeze_count() > 0
+    return _frozen
+
+
+_frozen = False

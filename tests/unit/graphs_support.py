@@ -293,7 +293,28 @@ class V1Runner:
 V1Runner.__module__ = MANAGER
 
 
-def site(runner: Any, **config: Any) -> Any:
+class CustomAllreduce:
+    """It may not be asked to register what is in no graph any more (``cudaErrorInvalidValue``)."""
+
+    def __init__(self) -> None:
+        self.disabled, self.found, self.registered = False, list[weakref.ref[CUDAGraph]](), 0
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        before = set(map(id, torch_graphs.graphs.alive()))
+        try:
+            yield
+        finally:
+            self.found += [weakref.ref(graph) for graph in torch_graphs.graphs.alive() if id(graph) not in before]
+            self.register_graph_buffers()
+
+    def register_graph_buffers(self) -> None:
+        assert all(graph() is not None for graph in self.found), "invalid argument"
+        self.found.clear()
+        self.registered += 1
+
+
+def site(runner: Any, all_reduce: CustomAllreduce | None = None, **config: Any) -> Any:
     """A rank of one, with what the resources ask of it."""
     defaults = {
         "parallel_config": SimpleNamespace(use_ubatching=False),
@@ -306,6 +327,7 @@ def site(runner: Any, **config: Any) -> Any:
         device="cuda:0",
         config=SimpleNamespace(**{**defaults, **config}),
         coordinators=[SimpleNamespace(world_size=1)],
+        communicators=lambda: [(None, SimpleNamespace(ca_comm=all_reduce))],
         synchronize=lambda: None,
     )
     here.agree = MethodType(Site.agree, here)
@@ -320,7 +342,8 @@ def shapes(graphs: Graphs) -> list[Any]:
 @contextlib.contextmanager
 def _graph_capture(device: str) -> Iterator[None]:
     """On a new stream each time, as vLLM's."""
-    with sys.modules["torch"].cuda.stream(object()):
+    all_reduce = getattr(sys.modules[GROUPS], "all_reduce", None)
+    with sys.modules["torch"].cuda.stream(object()), all_reduce.capture() if all_reduce else contextlib.nullcontext():
         yield
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from graphs_support import (
+    GROUPS,
     MANAGER,
     MONITOR,
     CUDAGraph,
     CudagraphDispatcher,
     CudaGraphManager,
     CUDAGraphWrapper,
+    CustomAllreduce,
     EncoderCudaGraphManager,
     Gpu,
     Mode,
@@ -81,6 +83,31 @@ def test_all_captures_are_on_one_stream(gpu: Gpu) -> None:
     streams = {id(stream) for *_, stream in runner.cudagraph_manager.log}
     assert len(streams) == 1
     assert gpu.streams == ["main"]
+
+
+def test_custom_all_reduce_tells_its_peers_once_and_of_no_graph_that_is_gone(gpu: Gpu) -> None:
+    all_reduce = CustomAllreduce()
+    sys.modules[GROUPS].all_reduce = all_reduce  # type: ignore[attr-defined]
+    here, runner = v2(all_reduce=all_reduce)
+    graphs, recapture = released(here)
+    recapture.step(here, 2)
+    assert (len(all_reduce.found), all_reduce.registered) == (2, 0)
+    for _ in range(2):
+        recapture.step(here, 2)
+    assert (all_reduce.found, all_reduce.registered) == ([], 2)  # one of the runner's, one of the speculator's
+    for drop in ("prepare", "failure"):
+        graphs.release(here)
+        graphs.reacquire(here)
+        recapture.step(here, 2)
+        assert len(all_reduce.found) == 2
+        if drop == "prepare":
+            recapture.register(here)
+            recapture.register(here)
+        else:
+            runner.cudagraph_manager.fails_at = 4
+            with pytest.raises(RuntimeError):
+                recapture.step(here, 2)
+        assert all_reduce.found == []
 
 
 def test_one_shape_of_each_mode_is_run_before_it_is_captured_after_each_restore(gpu: Gpu) -> None:

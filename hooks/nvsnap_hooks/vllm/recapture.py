@@ -39,6 +39,7 @@ class Recapture:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs = graphs
         self._stream: Any = None
+        self._unregistered = False  # custom all-reduce has found addresses in graphs that its peers don't know yet
         self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
     def count(self, site: Site) -> dict[str, int]:
@@ -62,6 +63,13 @@ class Recapture:
             self._capture_together(site, pieces)
         return {**self.count(site), "seconds": round(time.monotonic() - started, 4)}
 
+    def register(self, site: Site) -> None:
+        """Collective, before graphs are dropped: custom all-reduce would look for memory that is gone the next time."""
+        if self._unregistered:
+            self._unregistered = False
+            for all_reduce in _custom_all_reduces(site):
+                all_reduce.register_graph_buffers()
+
     def _next(self, site: Site, count: int) -> list[Piece]:
         """0.22 to 0.24: a speculator's capture takes what the runner's made in the same call, so there all go at once."""
         capture = getattr(getattr(site.runner, "speculator", None), "capture", None)
@@ -77,6 +85,7 @@ class Recapture:
             error = found
         # All ranks switch together: one with graphs pads its batches, which one without would not follow.
         if not site.agree(error is None):
+            self.register(site)
             self.graphs.start_over(site)
             try:
                 raise error or RuntimeError("another rank could not capture its CUDA graphs")
@@ -99,11 +108,18 @@ class Recapture:
         self.graphs.use()
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet())
-            for shadow in (*self._only(site, pieces), *_undisturbed(torch), *self._surroundings(site, torch)):
+            last = len(pieces) == len(self.graphs.pending)
+            for shadow in (
+                *self._only(site, pieces),
+                *_undisturbed(torch),
+                *self._surroundings(site, torch),
+                *(() if last else _unregistered(site)),
+            ):
                 stack.enter_context(shadow)
+            self._unregistered = not last
             site.runner.capture_model()
             site.synchronize()
-        if len(pieces) == len(self.graphs.pending):
+        if last:
             torch.cuda.empty_cache()
 
     def _only(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
@@ -210,6 +226,18 @@ def _undisturbed(torch: ModuleType) -> Iterator[contextlib.AbstractContextManage
         return begin(graph, *args, **{**named, "capture_error_mode": "thread_local"})
 
     yield instead(torch.cuda.CUDAGraph, capture_begin=capture_begin)
+
+
+def _unregistered(site: Site) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """What custom all-reduce finds in graphs it tells the peers after each capture (``CustomAllreduce.capture``), in a broadcast
+    for each rank. No graph is in use before all are there, so once will do: with the last."""
+    for all_reduce in _custom_all_reduces(site):
+        yield instead(all_reduce, register_graph_buffers=lambda: None)
+
+
+def _custom_all_reduces(site: Site) -> list[Any]:
+    found = [getattr(communicator, "ca_comm", None) for _, communicator in site.communicators()]
+    return [one for one in found if one is not None and not one.disabled]
 
 
 @contextlib.contextmanager
