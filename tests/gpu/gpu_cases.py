@@ -234,6 +234,24 @@ def once(lab: Lab, row: Row) -> None:
     strong(lab, row, 1)
 
 
+def speeds(lab: Lab, row: Row) -> None:
+    """What of it costs speed: nothing at all, a prepare and restore in place, or the driver's suspend and resume?"""
+    server = lab.up(row)
+    before = answers(server)
+    row["speeds"] = {"at first": both(server), "again": both(server)}
+    prepare(server)
+    restore(server)
+    row["speeds"]["after a rollback"] = both(server)
+    row["cycles"] = [cycle(server, before)]
+    row["speeds"]["after a suspend"] = both(server)
+    check(row["cycles"][0]["same"], "answers differ from those before")
+
+
+def both(server: GpuServer) -> Row:
+    one, many = speed(server, 1, 128, 7), speed(server, 32, 128, 7)
+    return {"1": one, "32": many, **server.place.clocks()}
+
+
 def rollback(lab: Lab, row: Row) -> None:
     """A prepare that nobody follows up: back in place."""
     server = lab.up(row)
@@ -456,6 +474,7 @@ class Case:
 
 CASES = {
     "strong": Case("dense", strong, 280),
+    "speeds": Case("dense", speeds, 200),
     "rollback": Case("dense", rollback, 60),
     "in-flight": Case("dense", in_flight, 120),
     "load": Case("dense", recapture_under_load, 90),

@@ -89,6 +89,11 @@ class Place:
         """Memory in use on each GPU, in MiB, by all processes."""
         return [int(text) for text in self._ask_smi("memory.used")] if self.gpu else []
 
+    def clocks(self) -> dict[str, list[str]]:
+        """MHz, watts and degrees of each GPU, at once."""
+        names = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+        return {name: self._ask_smi(name) for name in names} if self.gpu else {}
+
     @staticmethod
     def _ask_smi(what: str) -> list[str]:
         command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]

@@ -50,3 +50,21 @@ def test_what_was_frozen_is_found_among_the_referrers() -> None:
     """
     found = run(code, {"PYTHONPATH": str(HOOKS)})
     assert found.stdout == "True True\n", found.stderr
+
+
+def test_what_came_later_is_frozen_where_the_engine_had_frozen_its_heap_and_only_there() -> None:
+    code = """
+        import gc
+        from nvsnap_hooks import collector
+
+        collector.referrers([[]])
+        collector.freeze_again()
+        before = gc.get_freeze_count()
+        gc.freeze()
+        collector.referrers([[]])
+        later = [[] for _ in range(10000)]
+        collector.freeze_again()
+        print(before, gc.get_freeze_count() > 10000)
+    """
+    found = run(code, {"PYTHONPATH": str(HOOKS)})
+    assert found.stdout == "0 True\n", found.stderr

@@ -15,6 +15,7 @@ import inspect
 import sys
 import time
 
+from .. import collector
 from ..shadow import instead, quiet
 from . import versions
 from .graphs import Piece, budget
@@ -121,6 +122,7 @@ class Recapture:
             site.synchronize()
         if last:
             torch.cuda.empty_cache()
+            collector.freeze_again()
 
     def _only(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """The engine's capture finds these pieces to capture and no others."""
