@@ -40,7 +40,7 @@ TABLE: dict[str, Entry] = {
     "0.21.0": Entry("resolves", V0_20),
     "0.22.1": Entry("resolves", V0_22),
     "0.23.0": Entry("resolves", V0_23),
-    "0.24.0": Entry("resolves", V0_23),
+    "0.24.0": Entry("resolves", V0_23, gpu="2026-11-30"),
     "0.25.1": Entry("resolves", V0_23),
     "0.26.0": Entry("resolves", V0_23, gpu="2026-11-30"),
     "0.27.1": Entry("criu", V0_23),
