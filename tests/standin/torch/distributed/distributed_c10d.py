@@ -42,15 +42,18 @@ class Transport:
             raise TimeoutError("a peer did not answer")
         return peer.recv()
 
-    def sum(self, values):
+    def gather(self, value):
+        """What each rank gives, in no order."""
         if not self.root:
-            self.peers[0].send(values)
+            self.peers[0].send(value)
             return self._receive(self.peers[0])
-        rows = [values, *(self._receive(peer) for peer in self.peers)]
-        total = [sum(column) for column in zip(*rows)]
+        rows = [value, *(self._receive(peer) for peer in self.peers)]
         for peer in self.peers:
-            peer.send(total)
-        return total
+            peer.send(rows)
+        return rows
+
+    def sum(self, values):
+        return [sum(column) for column in zip(*self.gather(values))]
 
     def close(self):
         while self.peers:
@@ -128,3 +131,13 @@ def all_reduce(tensor, group=None):
 
 def barrier(group=None):
     (group or _world.default_pg).transport.sum([0])
+
+
+def all_gather_object(objects, value, group=None):
+    group = group or _world.default_pg
+    found = dict(group.transport.gather((_world.rank, value)))
+    objects[:] = [found[rank] for rank in group.ranks]
+
+
+def get_process_group_ranks(group):
+    return group.ranks
