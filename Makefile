@@ -45,12 +45,12 @@ soak: setup
 # First what needs no engine: its processes wait more than they run. Then what has the machine for itself.
 test: test-fast setup
 	@tools/setup oldest
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 -m faults $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 -m 'faults or whole' $(PYTEST) || $(NO_TEST)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --no-print-directory image
 	@NVSNAP_WORK='$(WORK)' NVSNAP_CRIU='$(or $(NVSNAP_CRIU),$(WORK)/criu/criu)' $(PYTHON) -m pytest -m '(engine or criu or gpu or image) and not slow' $(PYTEST) || $(NO_TEST)
 
 test-fast: venv
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu and not faults and not image' $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu and not faults and not whole and not image' $(PYTEST) || $(NO_TEST)
 
 check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)

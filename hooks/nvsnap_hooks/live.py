@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 
@@ -22,7 +23,8 @@ class Noted:
 
         @functools.wraps(original)
         def noting(one: Any, *args: Any, **kwargs: Any) -> Any:
-            self._made.add(one)
+            with contextlib.suppress(TypeError):  # can't be referenced weakly: nothing of the engine's may fail for it
+                self._made.add(one)
             return original(one, *args, **kwargs)
 
         return noting

@@ -23,7 +23,14 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("arguments", SHAPES, ids=lambda words: words[0])
+FIRST, *OTHERS = SHAPES  # what each refuses is also tested without an engine (arguments.faults)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [FIRST, *(pytest.param(words, marks=pytest.mark.whole) for words in OTHERS)],
+    ids=lambda words: words[0],
+)
 def test_a_shape_that_is_refused(start: Start, arguments: tuple[str, ...]) -> None:
     engine = start(*arguments, ranks=1).serving()
     found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support import ROOT, STANDIN, free_port
 
+pytestmark = pytest.mark.whole
+
 # The stand-in under vLLM's command line, with vLLM's form of an answer. BREAK: "wrong" answers change after a restore,
 # "twice" the engine counts a request more than it was sent, "grow" the leader keeps a descriptor more with each answer.
 VLLM = """

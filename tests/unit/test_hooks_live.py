@@ -39,3 +39,7 @@ def test_what_could_not_be_made_is_no_live_object() -> None:
     except ValueError:
         del broken
     assert noted.alive() == []
+
+
+def test_what_cannot_be_referenced_weakly_still_works() -> None:
+    assert Noted().wrap(str.upper)("pool") == "POOL"

@@ -298,6 +298,7 @@ def serves(checkout: Path, line: str) -> Path:
     return path
 
 
+@pytest.mark.whole
 def test_an_engine_that_does_less_than_it_claims(checkout: Path) -> None:
     """Its wheel is right, but it can't serve: loud, and the README keeps what it had."""
     engine = serves(checkout, "exit 3")
@@ -311,6 +312,7 @@ def test_an_engine_that_does_less_than_it_claims(checkout: Path) -> None:
     assert engine.exists(), "what was there before is not removed"
 
 
+@pytest.mark.whole
 def test_a_row_takes_all_that_is_claimed(checkout: Path) -> None:
     """To look into the wheel is enough for a version that claims no more, and only for one."""
     readme_file = checkout / "README.md"
@@ -331,6 +333,7 @@ def test_a_row_takes_all_that_is_claimed(checkout: Path) -> None:
     assert list(rows.values()) == others
 
 
+@pytest.mark.whole
 def test_stopped_half_way_it_leaves_nothing(checkout: Path) -> None:
     serves(checkout, f"echo $$ > {checkout}/started; exec sleep 300")
     process = start(checkout, "0.32.0", "--work", "work")
