@@ -156,8 +156,9 @@ def wait_for_graphs(control: ControlDirectory, timeout: float) -> dict[str, Any]
     at once when it serves for good without them.
     """
     deadline = time.monotonic() + timeout
+    left = timeout
     while True:
-        status = wait_for(control, READY, max(0.0, deadline - time.monotonic()))
+        status = wait_for(control, READY, left)
         graphs = str(status.get("graphs"))
         if graphs == "captured":
             return status
@@ -167,6 +168,7 @@ def wait_for_graphs(control: ControlDirectory, timeout: float) -> dict[str, Any]
         if time.monotonic() >= deadline:
             raise RequestFailed(f"the CUDA graphs were not captured within {timeout:g} s; the state is {graphs}")
         time.sleep(_POLL_S)
+        left = max(0.0, deadline - time.monotonic())
 
 
 def _refusal(status: dict[str, Any]) -> str:

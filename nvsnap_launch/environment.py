@@ -18,7 +18,7 @@ _PYTHONPATH = b"PYTHONPATH"
 TRANSPORTS_OFF = {b"NCCL_P2P_DISABLE": b"1", b"NCCL_SHM_DISABLE": b"1", b"NCCL_NVLS_ENABLE": b"0"}
 TRANSPORTS_COST = (
     "transports are off: NCCL uses neither NVLink nor shared memory; "
-    "measured on 2 GPUs, that and no CUDA graphs gave 13 times fewer tokens a second"
+    "measured on 2 GPUs, that and no CUDA graphs gave a ninth of the tokens a second"
 )
 
 # NVLink multicast (NVLS): the driver can't checkpoint it, and what NCCL says it gave back may still be bound
