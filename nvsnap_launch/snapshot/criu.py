@@ -111,7 +111,8 @@ def find(named: str | None) -> Criu:
     path = named or shutil.which("criu") or next((str(place) for place in DEFAULT_PLACES if place.exists()), None)
     if path is None:
         raise SnapshotError(
-            "CRIU was not found: install it, unpack one with tools/unpack-criu DIR (of the repository), or name it with --criu or NVSNAP_CRIU", protocol.EXIT_USAGE
+            "CRIU was not found: name it with --criu or NVSNAP_CRIU, or unpack one with the repository's tools/unpack-criu DIR",
+            protocol.EXIT_USAGE,
         )
     found = shutil.which(path)
     if found is None:
