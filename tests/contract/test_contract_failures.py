@@ -256,8 +256,17 @@ def test_a_prepare_that_cannot_be_undone(start: Start) -> None:
     assert engine.read("verdict.json")["exit_code"] == 75
 
 
-@pytest.mark.parametrize("state", ["serving", "prepared"])
-@pytest.mark.parametrize("role", ["worker", "core", "leader"])
+@pytest.mark.parametrize(
+    ("role", "state"),
+    [
+        ("worker", "prepared"),
+        ("core", "serving"),
+        ("leader", "prepared"),
+        pytest.param("worker", "serving", marks=pytest.mark.whole),
+        pytest.param("core", "prepared", marks=pytest.mark.whole),
+        pytest.param("leader", "serving", marks=pytest.mark.whole),
+    ],
+)
 def test_a_process_that_is_killed(fresh: Engine, role: str, state: str) -> None:
     """Public case 12. The stand-in's server exits 0 when its core is dead, as vLLM's: the launcher does not."""
     if state != "serving":

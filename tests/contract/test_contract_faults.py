@@ -79,11 +79,8 @@ FATAL = [
 ]
 SLICE = {
     Case("prepare", "close", "hang", "core"),
-    Case("prepare", "cpu_shm.release", "kill", "0"),
     Case("prepare", "audit", "hang_gil", "leader"),
-    Case("restore", "groups.reacquire", "raise", "1"),
     Case("restore", "groups.reacquire", "hang_gil", "1"),
-    Case("restore", "prove", "kill", "1"),
     Case("restore", "ranks.reacquire", "kill", "leader"),
 }
 

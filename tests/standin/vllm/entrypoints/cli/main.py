@@ -1,5 +1,4 @@
 import argparse
-import asyncio
 import functools
 import signal
 from dataclasses import fields
@@ -27,6 +26,8 @@ def main():
     config = VllmConfig(ParallelConfig(**shape), given.startup_seconds, given.token_seconds)
     if given.headless:
         return signal.pause()
+    import asyncio
+
     from vllm.entrypoints.openai import api_server
 
     api_server.AsyncLLM = functools.partial(api_server.AsyncLLM, client_count=given.api_server_count)
