@@ -136,7 +136,7 @@ class _Rank:
 
     def _release(self, report: Report, options: dict[str, Any], site: Site) -> None:
         parts = self._parts(site, options)
-        if self.gpu is not None:
+        if self.gpu is not None and not self.groups.released:
             resources = [part.resource for part in parts]
             self._run(report, ("compare", lambda: spanning.compare(site, resources)))
         for self._reached, part in enumerate(parts, 1):
