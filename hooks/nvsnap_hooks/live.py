@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class Noted:
-    """It holds none of them. What was frozen out of the collector's sight (``gc.freeze``) is there, too."""
+    """It holds none of them, and asks nothing of them: they are told apart by what they are, not by ``==``. What was frozen out
+    of the collector's sight (``gc.freeze``) is there, too."""
 
     def __init__(self) -> None:
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._made: dict[int, weakref.ref[Any]] = {}
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """For a method that each of them goes through: ``__init__``, say."""
@@ -24,10 +25,15 @@ class Noted:
         @functools.wraps(original)
         def noting(one: Any, *args: Any, **kwargs: Any) -> Any:
             with contextlib.suppress(TypeError):  # can't be referenced weakly: nothing of the engine's may fail for it
-                self._made.add(one)
+                self._made[id(one)] = weakref.ref(one, functools.partial(self._forget, id(one)))
             return original(one, *args, **kwargs)
 
         return noting
 
     def alive(self) -> list[Any]:
-        return list(self._made)
+        found = (reference() for reference in list(self._made.values()))
+        return [one for one in found if one is not None]
+
+    def _forget(self, key: int, gone: weakref.ref[Any]) -> None:
+        if self._made.get(key) is gone:  # else a new object has the number
+            del self._made[key]

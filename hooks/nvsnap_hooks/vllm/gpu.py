@@ -31,12 +31,13 @@ class Gpu:
 
     def __init__(self) -> None:
         self.graphs = Graphs()
+        self.custom_all_reduce = CustomAllReduce()
         self.before_groups = (
             self.graphs,
             Workspaces(),
             AllToAll(),
             SymmetricMemory(),
-            CustomAllReduce(),
+            self.custom_all_reduce,
             Pynccl(),
         )
         self.kv_cache = KvCache()
@@ -51,6 +52,8 @@ class Gpu:
             lambda: self.kv_cache.release(site, mode),
             lambda: self.kv_cache.reacquire(site),
         )
+        if self.custom_all_reduce.released:  # so the next one is new
+            self._recapture.spoiled = False
         graphs, *others = (_part(resource, site) for resource in self.before_groups)
         return [graphs._replace(release=lambda: self._release_graphs(site)), *others], [cache]
 

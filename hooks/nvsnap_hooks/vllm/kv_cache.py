@@ -56,8 +56,9 @@ class KvCache:
         storages = _storages(site)
         allocations = _sleep_allocations(storages)
         for data in allocations:
-            sys.modules[_CUMEM].unmap_and_release(data.handle)
-            self._unmapped.append(data)
+            if not any(data is one for one in self._unmapped):  # of an attempt that got half way
+                sys.modules[_CUMEM].unmap_and_release(data.handle)
+                self._unmapped.append(data)
         if allocations:
             return
         for storage in storages:

@@ -41,6 +41,7 @@ class Recapture:
         self.graphs = graphs
         self._stream: Any = None
         self._unregistered = False  # custom all-reduce has found addresses in graphs that its peers don't know yet
+        self.spoiled = False  # custom all-reduce has found addresses in graphs that are gone: until it is made anew
         self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
     def count(self, site: Site) -> dict[str, int]:
@@ -56,6 +57,10 @@ class Recapture:
         others wait for, is found by the deadline.
         """
         started = time.monotonic()
+        if self.spoiled:
+            raise RuntimeError(
+                "after a capture that failed, custom all-reduce has to be made anew first: by a prepare and restore"
+            )
         pieces = self._next(site, count)
         risk = live_state_at_risk(site) if pieces else None
         if risk and not fresh and has_requests(site.runner):
@@ -65,7 +70,8 @@ class Recapture:
         return {**self.count(site), "seconds": round(time.monotonic() - started, 4)}
 
     def register(self, site: Site) -> None:
-        """Collective, before graphs are dropped: custom all-reduce would look for memory that is gone the next time."""
+        """Collective, after the last capture or before graphs are dropped: custom all-reduce would look for memory that is gone
+        the next time."""
         if self._unregistered:
             self._unregistered = False
             for all_reduce in _custom_all_reduces(site):
@@ -79,23 +85,29 @@ class Recapture:
         return self.graphs.pending[:count]
 
     def _capture_together(self, site: Site, pieces: list[Piece]) -> None:
-        error: Exception | None = None
-        try:
-            self._capture(site, pieces)
-        except Exception as found:
-            error = found
-        # All ranks switch together: one with graphs pads its batches, which one without would not follow.
-        if not site.agree(error is None):
-            self.register(site)
-            self.graphs.start_over(site)
+        last = len(pieces) == len(self.graphs.pending)
+        self._unregistered = True
+        error = _together(site, lambda: self._capture(site, pieces, last))
+        if error is None and last:
+            error = _together(site, lambda: self.register(site))
+        if error is not None:
+            self._give_up(site)
             try:
-                raise error or RuntimeError("another rank could not capture its CUDA graphs")
+                raise error
             finally:
                 error = None  # else error and frame keep each other alive, and with them a graph in the engine's frames
         del self.graphs.pending[: len(pieces)]
         self.graphs.settle()
 
-    def _capture(self, site: Site, pieces: list[Piece]) -> None:
+    def _give_up(self, site: Site) -> None:
+        """All eager: with graphs a rank pads its batches, which one without would not follow. What custom all-reduce found it
+        must never register: ranks may have found different numbers, and each reads its peers' lists by its own."""
+        self.graphs.make_eager()
+        self._unregistered = False
+        self.spoiled = bool(_custom_all_reduces(site))
+        self.graphs.start_over(site)
+
+    def _capture(self, site: Site, pieces: list[Piece], last: bool) -> None:
         import torch
 
         site.synchronize()
@@ -109,15 +121,13 @@ class Recapture:
         self.graphs.use()
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet())
-            last = len(pieces) == len(self.graphs.pending)
             for shadow in (
                 *self._only(site, pieces),
                 *_undisturbed(torch),
                 *self._surroundings(site, torch),
-                *(() if last else _unregistered(site)),
+                *_unregistered(site),
             ):
                 stack.enter_context(shadow)
-            self._unregistered = not last
             site.runner.capture_model()
             site.synchronize()
         if last:
@@ -206,6 +216,21 @@ def _only_budgets(encoder: Any, wanted: set[Any]) -> Iterator[None]:
         yield
 
 
+def _together(site: Site, call: Callable[[], None]) -> BaseException | None:
+    """Collective: None where the call went well on every rank."""
+    error: BaseException | None = None
+    try:
+        call()
+    except BaseException as found:
+        error = found
+    try:
+        if site.agree(error is None):
+            return None
+        return error or RuntimeError("another rank could not capture its CUDA graphs")
+    finally:
+        error = None  # as in _capture_together
+
+
 def _undisturbed(torch: ModuleType) -> Iterator[contextlib.AbstractContextManager[None]]:
     """Nothing is collected nor given back at each graph, which takes longer than the graph itself. What the engine had frozen
     out of the collector's sight stays so. Other threads may use the GPU: one copies the results of the step before."""
@@ -232,7 +257,7 @@ def _undisturbed(torch: ModuleType) -> Iterator[contextlib.AbstractContextManage
 
 def _unregistered(site: Site) -> Iterator[contextlib.AbstractContextManager[None]]:
     """What custom all-reduce finds in graphs it tells the peers after each capture (``CustomAllreduce.capture``), in a broadcast
-    for each rank. No graph is in use before all are there, so once will do: with the last."""
+    for each rank. No graph is in use before all are there, so once will do: after the last."""
     for all_reduce in _custom_all_reduces(site):
         yield instead(all_reduce, register_graph_buffers=lambda: None)
 

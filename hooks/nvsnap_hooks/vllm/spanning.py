@@ -95,7 +95,7 @@ def compare(site: Site, resources: Iterable[Any]) -> dict[str, Any]:
         for resource in resources:
             if isinstance(resource, Spanning):
                 mine += [_entry(site, resource, held) for held in resource.hold(site)]
-    except Exception as found:
+    except BaseException as found:  # the others wait for this rank's answer, whatever it is
         error = f"{type(found).__name__}: {found}"
     everyone = site.gather((mine, error))
     wrong = [f"rank {rank} can't tell what it holds: {why}" for rank, (_, why) in everyone.items() if why]
