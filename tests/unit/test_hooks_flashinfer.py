@@ -16,7 +16,6 @@ from nvsnap_hooks.live import Noted
 from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.flashinfer_workspaces import Workspaces
 
-VLLM = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 MIB = 1 << 20
 METADATA = {"tp_rank": 1, "tp_size": 2, "max_token_num": 8192, "hidden_dim": 4096, "use_fp32_lamport": False}
 
