@@ -57,6 +57,7 @@ class Shape:
 SHAPES = {
     "dense": Shape("dense"),
     "tp1": Shape("small", tp=1),
+    "dense1": Shape("dense", tp=1),
     "eager": Shape("small", flags=("--enforce-eager",)),
     "small": Shape("small"),
     "moe": Shape("moe", flags=("--enable-expert-parallel",)),
