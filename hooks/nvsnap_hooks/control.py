@@ -119,7 +119,7 @@ class Control:
         control_dir = self.config["control_dir"]
         told = fatal
         with contextlib.suppress(Exception):
-            told = Fatal(fatal.exit_code, "; ".join(filter(None, [str(fatal), guard.diagnosis(control_dir)])))
+            told = Fatal(fatal.exit_code, guard.explained(control_dir, str(fatal)))
         leave_verdict(control_dir, told)  # once, and whole: the engine may end by itself at any moment now
         say(str(told))
         self.machine.publish_failed(told)

@@ -143,13 +143,18 @@ def engaged(control: str) -> dict[int, str]:
     return {int(name[:-4]): os.path.join(folder, name) for name in sorted(names) if int(name[:-4]) in members}
 
 
-def diagnosis(control: str) -> str:
-    """Which step it is, who died in it, who failed, and who has not done its part; empty when there is nothing to tell."""
+def explained(control: str, reason: str) -> str:
+    """The reason for the end, with who died before it, and after it in which step that was, who failed, and who has not done its
+    part."""
+    names = registered(control)
+    dead = sorted(pid for pid in names if ended(pid))
+    return "; ".join([*(f"{names[pid]} died" for pid in dead), reason, *_unfinished(control, names, dead)])
+
+
+def _unfinished(control: str, names: dict[int, str], dead: list[int]) -> list[str]:
     step = read(os.path.join(control, "status.json")).get("under_way")
     found = [f"step {step.get('step')!r}"] if isinstance(step, dict) else []
-    names, files = registered(control), engaged(control)
-    dead = {pid for pid in names if ended(pid)}
-    found += [f"{names[pid]} died" for pid in sorted(dead)]
+    files = engaged(control)
     busy = []
     for pid, path in files.items():
         note, name = text(path).partition("\n")[0], names.get(pid, f"process {pid}")
@@ -160,9 +165,8 @@ def diagnosis(control: str) -> str:
     for role in ("worker", "core", ""):  # the leader waits for the core, and the core for the ranks
         stuck = [name for name in busy if name.startswith(role)]
         if stuck:
-            found += [f"{name} has not done its part" for name in stuck]
-            break
-    return "; ".join(found)
+            return [*found, *(f"{name} has not done its part" for name in stuck)]
+    return found
 
 
 def stacks(control: str) -> str:
@@ -213,7 +217,7 @@ def expire(control: str, deadline: dict[str, object]) -> None:
     reason = f"{deadline.get('action')} did not end within {deadline.get('seconds')} s"
     verdict = {"exit_code": deadline.get("exit_code", 74), "reason": reason, "stacks": ""}
     write(path, verdict)  # first of all: the engine may end by itself at any moment now
-    verdict["reason"] = reason = "; ".join(filter(None, [reason, diagnosis(control)]))
+    verdict["reason"] = reason = explained(control, reason)
     write(path, verdict)
     found = stacks(control)
     say("\n".join(filter(None, [f"{reason}: ending the engine", found])))

@@ -302,14 +302,12 @@ class Machine:
                 self._steps.append(
                     {"name": f"{action}: process", "rank": rank["rank"], "seconds": 0.0, **rank["leaked"]}
                 )
-        failed = [
-            f"{action} failed on rank {r['rank']} (process {r['pid']}): {r['error']}" for r in ranks if not r["ok"]
-        ]
         held = {rank["pid"]: list(rank["residue"]) for rank in ranks if rank["residue"]}
         self._publish_processes(ranks)
         self.graphs.take(ranks)
-        if failed or held:
-            raise Refused("; ".join([*failed, *([_describe(held)] if held else [])]), held)
+        wrong = _wrong(action, ranks)
+        if wrong or held:
+            raise Refused("; ".join([*wrong, *([_describe(held)] if held else [])]), held)
         return ranks
 
     def _step(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
@@ -485,6 +483,25 @@ class _Circumstances:
 def _frozen(control_dir: str) -> int:
     value = (protocol.read_json(os.path.join(control_dir, protocol.TICK_FILE)) or {}).get("frozen", 0)
     return value if isinstance(value, int) else 0
+
+
+def _wrong(action: str, ranks: Reports) -> list[str]:
+    """What failed, and what is in the way: the same words of several ranks once. The first cause goes before what came of it."""
+    failed = [rank for rank in ranks if not rank["ok"]]
+    causes = [rank for rank in failed if not rank.get("elsewhere")] or failed
+    said: dict[str, list[str]] = {}
+    for rank in causes:
+        said.setdefault(rank["error"], []).append(_name(rank))
+    found = [f"{action} failed on {', '.join(names)}: {text}" for text, names in said.items()]
+    in_the_way: dict[str, list[str]] = {}
+    for rank in ranks:
+        for text in rank.get("obstacles") or ():
+            in_the_way.setdefault(text, []).append(_name(rank))
+    return found + [f"{', '.join(names)}: {text}" for text, names in in_the_way.items()]
+
+
+def _name(rank: dict[str, Any]) -> str:
+    return f"rank {rank['rank']} (process {rank['pid']})"
 
 
 def _describe(residue: dict[int, list[str]]) -> str:

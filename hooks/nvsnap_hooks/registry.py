@@ -187,7 +187,8 @@ def register(role: str, rank: int | None = None, required: Iterable[str] = ()) -
 
 
 def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[Callable[..., Any]], Any]:
-    """For ``wrap``: a process's main function. Registers the process, and takes that back when it ends as it should."""
+    """For ``wrap``: a process's main function. Registers the process, and takes that back when it ends as it should: not in the
+    middle of an action."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def main(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +197,7 @@ def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[C
             try:
                 result = original(*args, **kwargs)
             except SystemExit as end:
-                if end.code in (None, 0):
+                if end.code in (None, 0) and not stacks.armed():
                     unregister()
                 raise
             unregister()

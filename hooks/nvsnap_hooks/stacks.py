@@ -51,6 +51,11 @@ def arm(control_dir: str) -> None:
     _armed[pid] = file
 
 
+def armed() -> bool:
+    """Is this process in the middle of an action, or did its last one fail?"""
+    return os.getpid() in _armed
+
+
 def note(text: str) -> None:
     """Leave word of a failure for whoever ends the engine: this process stays armed until its next action has gone well."""
     file = _armed.get(os.getpid())

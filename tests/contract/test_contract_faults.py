@@ -1,4 +1,4 @@
-"""Every step of prepare and restore x wherever it runs x {raise, hang, hang with the GIL, kill} (public cases 22, 23).
+"""Every step of prepare and restore x wherever it runs x {raise, hang, hang with the GIL, kill, SIGTERM} (public cases 22, 23).
 
 Each ends in serving on all ranks with the same answers, or in an exit that names process, step and reason and leaves nothing.
 A slice of the fatal cases is fast enough for every run; all of them carry the marker ``faults``.
@@ -72,15 +72,17 @@ UNWATCHED = ("publish.preparing", "publish.restoring", "watch")
 FATAL = [
     case
     for case in (
-        *_cases("prepare", "hang", "hang_gil", "kill"),
-        *_cases("restore", "raise", "hang", "hang_gil", "kill"),
+        *_cases("prepare", "hang", "hang_gil", "kill", "term"),
+        *_cases("restore", "raise", "hang", "hang_gil", "kill", "term"),
     )
     if not (case.kind.startswith("hang") and case.where in UNWATCHED)
+    if not (case.kind == "term" and case.who not in RANKS)  # of the others it is an orderly stop
 ]
 SLICE = {
     Case("prepare", "close", "hang", "core"),
     Case("prepare", "audit", "hang_gil", "leader"),
     Case("restore", "groups.reacquire", "hang_gil", "1"),
+    Case("prepare", "groups.release", "term", "0"),
     Case("restore", "ranks.reacquire", "kill", "leader"),
 }
 
@@ -218,6 +220,8 @@ def _is_explained(engine: Engine, case: Case, pid: int) -> None:
     if case.kind == "raise":
         assert f"planted at {case.where}" in reason
         assert case.who == "leader" or (name if case.who in RANKS else "engine core") in reason
+    elif case.kind == "term":  # it may be on its way out still
+        assert f"{name}) died" in reason or f"{name}) has not done its part" in reason or f"{name} (" in reason, reason
     elif case.kind == "kill":
         assert case.who == "leader" or f"{name}) died" in reason or f"process {pid} (" in reason, reason
     elif not case.where.startswith("publish"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from typing import NamedTuple
 
 from .. import collector, procfs
@@ -65,6 +66,7 @@ class Groups:
         self._records: list[Coordinated] = []
         self._holders: list[Holder] = []
         self._world: tuple[str, int, int, timedelta] | None = None
+        self._old: list[tuple[str, weakref.ref[Any]]] = []  # groups that were destroyed, by name
 
     # -- before anything is touched -------------------------------------------------------------
 
@@ -96,6 +98,8 @@ class Groups:
             for handle in HANDLES
         }
         self._holders = _holders(handles, self._records)
+        names = _c10d()._world.pg_names
+        self._old += [(name, weakref.ref(group)) for group, name in names.items()]
         self.released = True
         for record in reversed(self._records):
             for handle in HANDLES:
@@ -147,8 +151,10 @@ class Groups:
     # -- residue --------------------------------------------------------------------------------
 
     def residue(self) -> list[str]:
-        """What a checkpoint would carry of the groups: torch's own registry, and the sockets of the old transports."""
-        left = []
+        """What a checkpoint would carry of the groups: torch's own registry, the sockets of the old transports, and who holds an
+        old group in a way that ``Holder`` does not know (a tuple, a closure), and would use it again."""
+        self._old = [(name, group) for name, group in self._old if group() is not None]
+        left = [f"process group {name!r} is still referenced" for name, _ in self._old] if self.released else []
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             left.append("torch.distributed is still initialised")

@@ -26,19 +26,19 @@ SLEEP_SECONDS = 60.0
 
 
 def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
-    """Becomes a method of EngineCoreProc, called by the leader as a utility. Never raises: the report says what went wrong."""
+    """Becomes a method of EngineCoreProc, called by the leader as a utility. Never raises an Exception: the report says what went
+    wrong. What vLLM raises to end the process does end it (SystemExit, at a SIGTERM)."""
     gate = _Gate.of(core)
     stacks.arm(gate.control_dir)
     report: Report = {"ok": True, "error": None, "pid": os.getpid()}
     try:
         report.update(getattr(gate, f"do_{action}")(options) or {})
-    except BaseException as error:
+    except Exception as error:
         report.update(ok=False, error=f"{type(error).__name__}: {error}")
         say(f"{action} failed in the engine core: {traceback.format_exc(limit=12)}")
         if isinstance(error, TimeoutError):
             report["fatal"] = True  # vLLM's RPC is out of step now: the ranks can't be asked again
-    finally:
-        stacks.disarm(gate.control_dir)
+    stacks.disarm(gate.control_dir)
     return report
 
 

@@ -19,6 +19,7 @@ from .. import collector
 from ..shadow import instead, quiet
 from . import versions
 from .graphs import Piece, budget
+from .spanning import Elsewhere
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Recapture:
         why nothing was captured while there are requests. ``fresh``: none of them has begun, or all begin again.
 
         Raises on every rank when a capture fails on one; all are eager then. A rank that fails in a warm-up, on a GPU that the
-        others wait for, is found by the deadline.
+        others wait for, or while it tells the others of its buffers, is found by the deadline.
         """
         started = time.monotonic()
         if self.spoiled:
@@ -67,6 +68,8 @@ class Recapture:
             return {**self.count(site), "waits": risk}
         if pieces:
             self._capture_together(site, pieces)
+            if not self.graphs.pending:
+                collector.freeze_again(thoroughly=fresh)
         return {**self.count(site), "seconds": round(time.monotonic() - started, 4)}
 
     def register(self, site: Site) -> None:
@@ -132,7 +135,6 @@ class Recapture:
             site.synchronize()
         if last:
             torch.cuda.empty_cache()
-            collector.freeze_again()
 
     def _only(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """The engine's capture finds these pieces to capture and no others."""
@@ -226,7 +228,7 @@ def _together(site: Site, call: Callable[[], None]) -> BaseException | None:
     try:
         if site.agree(error is None):
             return None
-        return error or RuntimeError("another rank could not capture its CUDA graphs")
+        return error or Elsewhere("another rank could not capture its CUDA graphs")
     finally:
         error = None  # as in _capture_together
 

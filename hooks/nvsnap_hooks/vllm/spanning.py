@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     Entry = tuple[tuple[int, ...], str]  # the ranks of a group, and what each of them must have
 
 
+class Elsewhere(RuntimeError):
+    """It is another rank that failed, and its report says how."""
+
+
 class Held(NamedTuple):
     """One object of this rank's, and the coordinator whose ranks have one each. ``what``: the same words on all of them."""
 
@@ -95,7 +99,7 @@ def compare(site: Site, resources: Iterable[Any]) -> dict[str, Any]:
         for resource in resources:
             if isinstance(resource, Spanning):
                 mine += [_entry(site, resource, held) for held in resource.hold(site)]
-    except BaseException as found:  # the others wait for this rank's answer, whatever it is
+    except Exception as found:  # the others wait for this rank's answer
         error = f"{type(found).__name__}: {found}"
     everyone = site.gather((mine, error))
     wrong = [f"rank {rank} can't tell what it holds: {why}" for rank, (_, why) in everyone.items() if why]

@@ -1,7 +1,8 @@
 """In each worker, in its main loop: what the engine core asks of all ranks at one step through vLLM's own RPC.
 
-``nvsnap`` becomes a method of vLLM's WorkerWrapperBase. It never raises: an exception that leaves a worker here would
+``nvsnap`` becomes a method of vLLM's WorkerWrapperBase. It never raises an Exception: one that leaves a worker here would
 end vLLM's RPC out of step with the other ranks (0.32.0, MultiprocExecutor.collective_rpc stops reading at the first failure).
+What vLLM raises to end the process does end it (its handler of SIGTERM raises SystemExit, once).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
     """One action on this rank: check, release, reacquire, recapture, residue, environment or before_sleep.
 
-    Returns ``{rank, pid, ok, error, seconds, steps[{name, seconds, …}], residue[], leaked{}, graphs{captured, total, risk}, met}``;
-    seconds are wall time; graphs only of a rank on a GPU.
+    Returns ``{rank, pid, ok, error, elsewhere, seconds, steps[{name, seconds, …}], obstacles[], residue[], leaked{},
+    graphs{captured, total, risk}, met}``; seconds are wall time; elsewhere: another rank's error is the cause; graphs only of a
+    rank on a GPU.
     """
     rank = _Rank.of(wrapper)
     started = time.monotonic()
@@ -41,8 +43,8 @@ def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
     stacks.arm(rank.control_dir)
     try:
         getattr(rank, f"do_{action}")(report, options)
-    except BaseException as error:
-        report.update(ok=False, error=f"{type(error).__name__}: {error}")
+    except Exception as error:
+        report.update(ok=False, error=f"{type(error).__name__}: {error}", elsewhere=isinstance(error, spanning.Elsewhere))
         # Said here as well: another rank may be waiting for this one, and then nobody gets to read the report.
         say(f"{action} failed on rank {rank.rank}: {traceback.format_exc(limit=12)}")
         stacks.note(f"{action}: {report['error']}")
@@ -113,7 +115,7 @@ class _Rank:
     def do_check(self, report: Report, options: dict[str, Any]) -> None:
         """Nothing is touched: what would keep this rank from coming back."""
         site = self._site()
-        report["residue"] = [
+        report["obstacles"] = [
             *(unmet("worker", "gpu") if site.on_gpu else ()),
             *(f"{type(c).__name__} {c.unique_name} keeps no rank lists" for c in site.foreign),
             *(reason for part in self._parts(site, options) for reason in part.obstacles()),
@@ -155,7 +157,7 @@ class _Rank:
         except BaseException as found:
             error = found
         if not site.agree(error is None):
-            raise error or RuntimeError(f"another rank could not release its {part.resource.name}")
+            raise error or spanning.Elsewhere(f"another rank could not release its {part.resource.name}")
 
     def do_reacquire(self, report: Report, options: dict[str, Any]) -> None:
         """``options``: init_method (a fresh ``file://`` path), token (hex, the same on all ranks, fresh). ``report["met"]``: did

@@ -144,6 +144,9 @@ def act(kind, where):
         raise RuntimeError(f"planted at {where}")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "term":
+        os.kill(os.getpid(), signal.SIGTERM)  # the engine's handler raises SystemExit
+        time.sleep(0.01)
     if kind == "hang":
         standin_hangs()
     if kind == "hang_gil":
