@@ -44,7 +44,9 @@ def nvsnap(wrapper: Any, action: str, options: dict[str, Any]) -> Report:
     try:
         getattr(rank, f"do_{action}")(report, options)
     except Exception as error:
-        report.update(ok=False, error=f"{type(error).__name__}: {error}", elsewhere=isinstance(error, spanning.Elsewhere))
+        report.update(
+            ok=False, error=f"{type(error).__name__}: {error}", elsewhere=isinstance(error, spanning.Elsewhere)
+        )
         # Said here as well: another rank may be waiting for this one, and then nobody gets to read the report.
         say(f"{action} failed on rank {rank.rank}: {traceback.format_exc(limit=12)}")
         stacks.note(f"{action}: {report['error']}")
