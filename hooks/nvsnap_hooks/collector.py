@@ -17,15 +17,10 @@ def collect() -> None:
         gc.collect()
 
 
-def freeze_again(thoroughly: bool) -> None:
-    """What was made since the engine froze its heap is frozen as well, so that no later collection takes longer than before.
-    ``thoroughly``: what is garbage by now of what was frozen goes, which takes 0.3 s in an engine's worker."""
-    if not _frozen:
-        return
-    if thoroughly:
-        collect()
-    else:
-        gc.collect()
+def freeze_again() -> None:
+    """What was made since the engine froze its heap is frozen as well, so that no later collection takes longer than before."""
+    if _frozen:
+        gc.collect()  # of what is not frozen alone
         gc.freeze()
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 TICK_SERVING = 0.2  # seconds between looks at the request files
 TICK_PREPARED = 0.05  # and at the metadata file, while prepared
-TICK_RECAPTURING = 0.01  # between two chunks: the engine takes a step meanwhile
+TICK_RECAPTURING = 0.01  # between two chunks: the engine takes some steps meanwhile
+TICK_RECAPTURING_IDLE = 0.001
 
 _lock = threading.Lock()
 _control: Control | None = None
@@ -146,7 +147,7 @@ class Control:
 
     def _tick(self) -> float:
         if self.machine.chunk_is_due():
-            return TICK_RECAPTURING
+            return TICK_RECAPTURING_IDLE if self.machine.graphs.idle else TICK_RECAPTURING
         return TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING
 
     def _restore(self, requests: list[str]) -> None:

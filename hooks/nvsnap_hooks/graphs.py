@@ -34,6 +34,7 @@ class Graphs:
         self.error: str | None = None
         self.count = 1  # graphs of the next chunk
         self.not_before = 0.0  # of the monotonic clock: when that may begin
+        self.idle = False  # no request ran when the last chunk began
         self._began = 0.0
         self._chunks: list[float] = []
 

@@ -232,9 +232,11 @@ class Machine:
 
         Its time limit must not count what the engine is busy with before it gets there.
         """
-        if not self.engine.answers():
+        core = self.engine.at_its_queue()
+        if core is None:
             self.graphs.postpone()
             return
+        self.graphs.idle = core["idle"]
         self._action, self._steps = protocol.RECAPTURE, []
         stacks.arm(self.control_dir)
         with contextlib.suppress(Refused):  # without the guard there is still the time limit of the call

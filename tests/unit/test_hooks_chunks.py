@@ -137,8 +137,8 @@ class Ranks:
         self.captured = 0
         self.asked: list[int] = []
 
-    def answers(self) -> bool:
-        return not self.busy
+    def at_its_queue(self) -> dict[str, Any] | None:
+        return None if self.busy else {"idle": True}
 
     def on_ranks(self, action: str, timeout: float, count: int) -> list[dict[str, Any]]:
         if self.error:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
 
 SLACK = 5.0  # seconds that a call may take on top of what the engine itself is given
+AT_ONCE = 0.5  # seconds for an answer of a core that is at nothing long
 
 
 def is_server() -> bool:
@@ -179,7 +180,9 @@ class VllmEngine:
 
     # -- calls into the engine core ---------------------------------------------------------------
 
-    def call(self, action: str, timeout: float, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self, action: str, timeout: float, options: dict[str, Any] | None = None, slack: float = SLACK
+    ) -> dict[str, Any]:
         """One action of core.py; ``timeout`` in seconds. Raises EngineError with what the core, or a rank, said."""
         import asyncio
 
@@ -187,22 +190,21 @@ class VllmEngine:
         ask = getattr(self._llm.engine_core, versions.attribute("utility_call"))
         future = asyncio.run_coroutine_threadsafe(ask(METHOD, action, options or {}), self._loop)
         try:
-            report: dict[str, Any] = future.result(timeout + SLACK)
+            report: dict[str, Any] = future.result(timeout + slack)
         except TimeoutError:
-            raise EngineError(f"the engine core did not answer {action!r} within {timeout + SLACK:g} s", True) from None
+            raise EngineError(f"the engine core did not answer {action!r} within {timeout + slack:g} s", True) from None
         except Exception as error:
             raise EngineError(f"the engine core can't be reached: {type(error).__name__}: {error}", True) from None
         if not report["ok"] and "ranks" not in report:
             raise EngineError(f"engine core: {action}: {report['error']}", bool(report.get("fatal")))
         return report
 
-    def answers(self) -> bool:
-        """Is the engine core at its queue? Not while it is at something long: a call of somebody else's, say, or a compilation."""
+    def at_its_queue(self) -> dict[str, Any] | None:
+        """What a poll says; None while the engine core is at something long: a call of somebody else's, say, or a compilation."""
         try:
-            self.call("poll", 0)
+            return self.call("poll", 0, slack=AT_ONCE)
         except EngineError:
-            return False
-        return True
+            return None
 
     def close_admission(self, timeout: float) -> dict[str, Any]:
         return self.call("close", timeout)

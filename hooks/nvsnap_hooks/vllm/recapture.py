@@ -69,7 +69,7 @@ class Recapture:
         if pieces:
             self._capture_together(site, pieces)
             if not self.graphs.pending:
-                collector.freeze_again(thoroughly=fresh)
+                collector.freeze_again()
         return {**self.count(site), "seconds": round(time.monotonic() - started, 4)}
 
     def register(self, site: Site) -> None:
