@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import textwrap
+from typing import Any
 
 import pytest
 from engine_support import Engine
@@ -19,10 +20,10 @@ LAB = """
     from nvsnap_hooks.vllm.kv_cache import KvCache
     from nvsnap_hooks.vllm.site import Site
 
-    class AttentionSpec: pass
-    class MambaSpec: pass
+    class FullAttentionSpec: pass
+    class SinkFullAttentionSpec: pass
 
-    def site(spec=AttentionSpec, transfer=None, zeroer=None):
+    def site(spec=FullAttentionSpec, transfer=None, zeroer=None):
         raw = torch.ones(4, 1024, dtype=torch.int8)          # two layers share one storage, as of a hybrid model
         alone = torch.ones(2048, dtype=torch.int8)
         views = [raw[:2].view(torch.float16), raw[2:], alone.view(torch.bfloat16)]
@@ -36,7 +37,7 @@ LAB = """
         config = types.SimpleNamespace(
             kv_transfer_config=transfer, compilation_config=types.SimpleNamespace(static_forward_context=layers))
         here = types.SimpleNamespace(runner=runner, config=config)
-        here.cache_specs = types.MethodType(Site.cache_specs, here)
+        here.state_caches = types.MethodType(Site.state_caches, here)
         return here, views
 
     def sizes(views):
@@ -88,8 +89,16 @@ def test_what_keeps_addresses_of_it_is_told_the_new_ones(engine: Engine) -> None
     )
 
 
-@pytest.mark.parametrize("how", ["cache.release(here, 'keep')", "cache.release(site(MambaSpec)[0])"])
-def test_it_is_kept_where_it_is_asked_for_or_can_not_be_computed_again(engine: Engine, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("cache.release(here, 'keep')", {}),
+        ("cache.release(site(SinkFullAttentionSpec)[0])", {"kept": ["SinkFullAttentionSpec"]}),
+    ],
+)
+def test_it_is_kept_where_it_is_asked_for_or_can_not_be_computed_again(
+    engine: Engine, how: str, told: dict[str, Any]
+) -> None:
     found = run(
         engine,
         f"""
@@ -98,7 +107,7 @@ def test_it_is_kept_where_it_is_asked_for_or_can_not_be_computed_again(engine: E
         print(json.dumps([{how}, sizes(views), cache.released, cache.reacquire(here), cache.released]))
     """,
     )
-    assert found == [{}, [4096, 4096, 2048], True, {}, False]
+    assert found == [told, [4096, 4096, 2048], True, {}, False]
 
 
 def test_memory_that_came_back_is_named(engine: Engine) -> None:

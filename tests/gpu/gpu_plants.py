@@ -13,6 +13,7 @@ import io
 import os
 import pstats
 import signal
+import sys
 import zlib
 from typing import Any
 
@@ -74,6 +75,24 @@ class Plants:
         told = {action: _table(profile) for action, profile in _profiles.items()}
         _profiles.clear()
         told.update(_told)
+        return told
+
+    def _plant_collections(self) -> None:
+        """Why a prepare had to collect garbage: see planted_collections."""
+        from nvsnap_hooks import collector
+
+        original = collector.collect
+
+        def collect() -> None:
+            _collections.append(_why())
+            original()
+
+        _shadow(collector, "collect", collect)
+
+    def planted_collections(self) -> list[str]:
+        """Who collected since the last call, and which of the old groups was held by what."""
+        told = list(_collections)
+        _collections.clear()
         return told
 
     # -- leftovers that a resource of ours should have given up -----------------------------------
@@ -173,6 +192,32 @@ class Plants:
             driver.cuMemFree_v2(own)
 
         _kept["import"] = undo
+
+
+_collections: list[str] = []
+
+
+def _why() -> str:
+    from nvsnap_hooks.vllm import worker
+
+    caller = sys._getframe(2).f_code.co_qualname
+    found = [
+        f"group {name}: {_chain(group)}"
+        for rank in worker._Rank._of.values()
+        for name, reference in rank.groups._old
+        if (group := reference()) is not None
+    ]
+    return "; ".join([caller, *found])[:3000]
+
+
+def _chain(held: Any, depth: int = 3) -> str:
+    """What refers to it, and to that, and so on."""
+    holders = [one for one in gc.get_referrers(held) if type(one).__name__ not in ("frame", "list_iterator")][:3]
+    words = [
+        f"{type(one).__name__} {str(one)[:120]!r}{f' <- ({_chain(one, depth - 1)})' if depth else ''}"
+        for one in holders
+    ]
+    return " | ".join(words)
 
 
 _profiles: dict[str, cProfile.Profile] = {}

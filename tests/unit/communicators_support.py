@@ -52,6 +52,8 @@ class Site:
     def communicators(self) -> list[tuple[Any, Any]]:
         return [(self.coordinator, self.communicator)]
 
+    def synchronize(self) -> None: ...
+
     def barrier(self) -> None:
         self.log.append("barrier")
         self.coordinator.cpu_group.group.meet()

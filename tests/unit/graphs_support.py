@@ -331,7 +331,7 @@ def site(runner: Any, all_reduce: CustomAllreduce | None = None, **config: Any) 
         synchronize=lambda: None,
     )
     here.agree = MethodType(Site.agree, here)
-    here.cache_specs = MethodType(Site.cache_specs, here)
+    here.state_caches = MethodType(Site.state_caches, here)
     return here
 
 

@@ -80,33 +80,23 @@ class SymmMemCommunicator:
 
     multicast = True
 
-    def __init__(self, group: Any, device: Any, force_multimem: Any = None, max_size_override: Any = None) -> None:
+    def __init__(self, group: Any, device: Any) -> None:
         self.disabled = True
-        self.group, self.device, self.max_size = group, device, max_size_override or 4 * SIZE
+        self.group, self.device = group, device
         self.buffer = Tensor()
         sys.modules["torch.distributed._symmetric_memory"].rendezvous(self.buffer, "3")
         if self.multicast:
-            self.force_multimem, self.disabled = force_multimem, False
+            self.disabled = False
 
 
-def start(monkeypatch: pytest.MonkeyPatch, **parameters: Any) -> Site:
+def start(monkeypatch: pytest.MonkeyPatch) -> Site:
     site = Site(Group())
-    site.communicator.symm_mem_comm = SymmMemCommunicator(site.coordinator.cpu_group, DEVICE, **parameters)
+    site.communicator.symm_mem_comm = SymmMemCommunicator(site.coordinator.cpu_group, DEVICE)
     return site
 
 
-def test_a_cycle_drops_the_buffer_and_keeps_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    site, part = start(monkeypatch, max_size_override=5), SymmetricMemory()
-    old = site.communicator.symm_mem_comm
-    for _ in range(2):
-        assert part.obstacles(site) == [MULTICAST]
-        assert part.residue() == [f"1.0 MiB, made in {__name__}, is still mapped"]
-        assert release(part, site) == {"communicators": 1} and part.residue() == []
-        assert old.disabled and not hasattr(old, "buffer") and part.release(site) == {}
-        site.coordinator.cpu_group = object()
-        assert part.reacquire(site) == {"communicators": 1} and part.reacquire(site) == {}
-        assert site.communicator.symm_mem_comm is old and not old.disabled
-        assert (old.group, old.max_size, old.force_multimem) == (site.coordinator.cpu_group, 5, None)
+def test_one_that_works_is_refused_for_its_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SymmetricMemory().obstacles(start(monkeypatch)) == [MULTICAST]
 
 
 def test_one_without_multicast_has_a_buffer_to_lose_and_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:

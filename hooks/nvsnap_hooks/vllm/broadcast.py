@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# How GroupCoordinator.__init__ makes its own (vLLM 0.27.1 to 0.32.0).
+# How GroupCoordinator.__init__ makes its own (vLLM 0.20.2 to 0.33.0).
 CHUNK_BYTES, CHUNKS = 1 << 22, 6
 _POISON = 0xA5
 

@@ -81,7 +81,7 @@ class CustomAllReduce(Communicators):
         """Sizes come out as they were: ``max_size`` is what ``symm_mem_enabled`` (False unless given) made of it."""
         known = vars(communicator)
         wanted = {name: name for name in inspect.signature(type(communicator)).parameters}
-        wanted["register_graph_buffers"] = "_capture_registered"  # from 0.30 on; before, no such attribute
+        wanted["register_graph_buffers"] = "_capture_registered"  # from 0.32 on; before, no such attribute
         return {name: known[key] for name, key in wanted.items() if key in known and name not in ("group", "device")}
 
     def residue(self) -> list[str]:

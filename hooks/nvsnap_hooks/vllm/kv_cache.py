@@ -43,14 +43,15 @@ class KvCache:
         return []
 
     def release(self, site: Site, mode: str = RELEASE) -> dict[str, Any]:
-        """``mode``: release or keep. What is no attention cache (a Mamba state, say) is kept, as others keep its addresses.
-        Returns the bytes given back."""
+        """``mode``: release or keep. A cache with more in it than requests can compute again (a Mamba state, say) is kept. Returns
+        the bytes given back, or what kind was kept."""
         if self.released:
             return {}
-        if mode == RELEASE and not _has_states(site):
+        states = site.state_caches() if mode == RELEASE else []
+        if mode == RELEASE and not states:
             self._release(site)
         self.released = True
-        return self._count()
+        return {"kept": states} if states else self._count()
 
     def _release(self, site: Site) -> None:
         storages = _storages(site)
@@ -128,10 +129,6 @@ def _tensors(site: Site) -> Iterator[Any]:
                 yield tensor
 
 
-def _has_states(site: Site) -> bool:
-    return any("mamba" in type(spec).__name__.lower() for spec in site.cache_specs())
-
-
 def _zero(storage: Any) -> None:
     import torch
 
@@ -139,7 +136,7 @@ def _zero(storage: Any) -> None:
 
 
 def _tell_addresses(runner: Any) -> None:
-    """The runner keeps addresses of blocks that it has to clear (``KVBlockZeroer``, 0.26.0 to 0.33.0): note them anew."""
+    """The runner keeps addresses of blocks that it has to clear (``KVBlockZeroer``; V1 from 0.20.2, V2 from 0.23): note them anew."""
     if any(getattr(runner, name, None) is not None for name in ("kv_block_zeroer", "_kv_block_zeroer")):
         runner._init_kv_zero_meta()
 

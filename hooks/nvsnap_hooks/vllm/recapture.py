@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from .graphs import Graphs
     from .site import Site
 
-# Caches that are written by slot and by nothing else (vllm/v1/kv_cache_interface.py).
-WRITTEN_BY_SLOT = frozenset(
-    "FullAttentionSpec MLAAttentionSpec SlidingWindowSpec ChunkedLocalAttentionSpec EncoderOnlyAttentionSpec".split()
-)
 SPARE = 1 << 30  # bytes: with less free, what torch holds in reserve goes back first, as a capture can't make it
 
 
@@ -289,9 +285,8 @@ def live_state_at_risk(site: Site) -> str | None:
         return "a capture may overwrite the drafts of speculative decoding"
     if config.model_config.is_encoder_decoder:
         return "a capture may overwrite cross-attention states"
-    kinds = {type(spec).__name__ for spec in site.cache_specs()}
-    others = sorted(kinds - WRITTEN_BY_SLOT)
-    return f"a capture may overwrite states that requests keep ({', '.join(others)})" if others else None
+    states = site.state_caches()
+    return f"a capture may overwrite states that requests keep ({', '.join(states)})" if states else None
 
 
 def has_requests(runner: Any) -> bool:

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+# Caches that are written by slot and by nothing else (vllm/v1/kv_cache_interface.py, 0.20.2 to 0.33.0).
+WRITTEN_BY_SLOT = frozenset(
+    "FullAttentionSpec MLAAttentionSpec SlidingWindowSpec ChunkedLocalAttentionSpec EncoderOnlyAttentionSpec".split()
+)
+
+
 class Part(NamedTuple):
     """A resource with its calls bound to the action that is under way."""
 
@@ -68,10 +74,13 @@ class Site:
                 found.setdefault(id(communicator), (coordinator, communicator))
         return list(found.values())
 
-    def cache_specs(self) -> list[Any]:
-        """What kinds of cache the layers have. A group of layers of one type (``UniformTypeKVCacheSpecs``) has one for each."""
+    def state_caches(self) -> list[str]:
+        """The kinds of cache that hold more than what is written by slot for each token, or are not known to hold just that: a
+        Mamba state, the sinks that a model fills at its start. A group of layers of one type (``UniformTypeKVCacheSpecs``) has a
+        kind for each."""
         specs = [group.kv_cache_spec for group in self.runner.kv_cache_config.kv_cache_groups]
-        return [one for spec in specs for one in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
+        each = [one for spec in specs for one in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
+        return sorted({type(spec).__name__ for spec in each} - WRITTEN_BY_SLOT)
 
     def synchronize(self) -> None:
         """All work that was submitted to this rank's GPU has ended."""

@@ -47,11 +47,7 @@ class SymmetricMemory(Communicators):
         vars(held.one).pop("buffer", None)
 
     def take_back(self, site: Site, held: Held) -> None:
-        if not held.disabled:
-            super().take_back(site, held)
-
-    def parameters(self, communicator: Any) -> dict[str, Any]:
-        return {"force_multimem": communicator.force_multimem, "max_size_override": communicator.max_size}
+        """Nothing: only those that are off come here."""
 
     def residue(self) -> list[str]:
         return symmetric_memory.residue()

@@ -184,9 +184,10 @@ V0_23: dict[str, Target] = _CPU | {
     "pynccl": _gpu(
         f"{_DEVICES}.pynccl",
         "PyNcclCommunicator",
-        "group device nccl comm available disabled",
+        "group device nccl comm available disabled unique_id rank world_size all_reduce",
         "group device",
     ),
+    "nccl": _gpu(f"{_DEVICES}.pynccl_wrapper", "NCCLLibrary", "ncclGetUniqueId ncclGroupStart ncclGroupEnd"),
     "nccl_comm_init": _gpu(
         f"{_DEVICES}.pynccl_wrapper", "NCCLLibrary.ncclCommInitRank", parameters="self world_size unique_id rank"
     ),
@@ -202,8 +203,7 @@ V0_23: dict[str, Target] = _CPU | {
     "symmetric_all_reduce": _gpu(
         f"{_DEVICES}.symm_mem",
         "SymmMemCommunicator",
-        "device disabled buffer force_multimem max_size",
-        "group device force_multimem max_size_override",
+        "device disabled buffer",
     ),
     "flashinfer_all_reduce": _gpu(
         f"{_DEVICES}.flashinfer_all_reduce",
