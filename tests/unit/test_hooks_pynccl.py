@@ -20,7 +20,7 @@ _handles = itertools.count(0x5500, 0x10)
 
 
 class NcclId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_byte * 128)]  # noqa: RUF012
+    _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
 class NCCLLibrary:

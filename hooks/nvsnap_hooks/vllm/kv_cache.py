@@ -136,7 +136,7 @@ def _zero(storage: Any) -> None:
 
 
 def _tell_addresses(runner: Any) -> None:
-    """The runner keeps addresses of blocks that it has to clear (``KVBlockZeroer``; V1 from 0.20.2, V2 from 0.23): note them anew."""
+    """The runner keeps addresses of blocks that it has to clear (``KVBlockZeroer``; V1 from 0.20.2 on, V2 from 0.23)."""
     if any(getattr(runner, name, None) is not None for name in ("kv_block_zeroer", "_kv_block_zeroer")):
         runner._init_kv_zero_meta()
 
