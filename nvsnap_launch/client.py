@@ -7,6 +7,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _LAST_WORDS_S = 2.0  # how long a dead engine's launcher may take to write the o
 _START_S = 300.0  # for an engine that has not said how long it takes: it is starting
 _NEXT_S = 5.0  # for a launcher that was started just now to take a directory that was used before
 _SLACK_S = 10.0  # beyond the engine's own deadline, for it to say so
+_RECENT_S = 1.0  # who signals and then waits is told of a refusal that came before this command had started
+_RECENT_BYTES = 65536  # that hold the events of that time
 _NOTHING_S = 2.0  # for an engine to say that there is nothing to restore: too little time is no failure then
 
 
@@ -71,24 +74,36 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
 
 
 class _History:
-    """events.jsonl from now on: ``last`` may tell of the next request already when we look."""
+    """events.jsonl from now on, or from ``ago`` seconds before: ``last`` may tell of the next request already when we look."""
 
-    def __init__(self, control: ControlDirectory) -> None:
+    def __init__(self, control: ControlDirectory, ago: float = 0) -> None:
         self._path = control.path / protocol.EVENTS_FILE
         try:
-            self._seen = self._path.lstat().st_size
+            self._seen = max(0, self._path.lstat().st_size - (_RECENT_BYTES if ago else 0))
         except OSError:
             self._seen = 0
+        self._since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - ago)) if ago else ""
 
     def answer(self, identity: str) -> dict[str, Any]:
         """The outcome of a request; empty while there is none."""
+        return next((event for event in self._events(identity) if identity in (event.get("requests") or ())), {})
+
+    def refusal(self) -> str:
+        """Why the last prepare was refused or undone; empty where it was not, is under way, or there was none."""
+        reason = ""
+        for event in self._events('"prepar'):
+            if event.get("event") == protocol.PREPARING or event.get("action") == protocol.PREPARE:
+                reason = str(event.get("error") or "")
+        return reason
+
+    def _events(self, word: str) -> Iterator[dict[str, Any]]:
+        """Those whose line has this word in it."""
         for line in self._new().splitlines():
-            if identity.encode() in line:
+            if word.encode() in line:
                 with contextlib.suppress(ValueError):  # half a line, when the disk was full
-                    event = json.loads(line)
-                    if identity in (event.get("requests") or ()):
-                        return dict(event)
-        return {}
+                    event = dict(json.loads(line))
+                    if str(event.get("time")) >= self._since:
+                        yield event
 
     def _new(self) -> bytes:
         try:
@@ -121,7 +136,8 @@ def _judge(last: dict[str, Any], action: str) -> dict[str, Any]:
 
 def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str, Any]:
     """Wait up to ``timeout`` seconds for a state; returns status.json. Raises RequestFailed. ``ready`` is serving,
-    ``alive`` any state but an end: also starting, prepared and restoring, when nothing answers.
+    ``alive`` any state but an end, with its leader alive: also starting, prepared and restoring, when nothing answers. For
+    ``prepared`` a prepare that is refused or undone from now on ends the wait, with its reason.
 
     The end of an engine whose launcher is gone is waited over for 5 s, or as long as another launcher has the directory;
     also where the end is what is waited for.
@@ -132,19 +148,20 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
     earlier = _left_by_an_earlier_launcher(control)
     next_by = time.monotonic() + min(timeout, _NEXT_S)
     watch = _Watch(control, timeout)
+    history = _History(control, _RECENT_S)
     before = (control.status() or {}).get("generation")
     while True:
         status = control.status() or {}
         found = status.get("state")
         refused = _refusal(status) if wanted == protocol.PREPARED else ""
-        if refused and status.get("generation") != before:
+        if refused and (status.get("generation") != before or history.refusal()):
             raise RequestFailed(refused)
         another_may_come = time.monotonic() < next_by or (watch.has_time() and control.holder())
         if status != earlier or not another_may_come:
             if _reached(wanted, status) and (wanted in _OVER or watch.somebody()):
                 return status
             _stop_if_over(status)
-        if found == wanted and status != earlier:
+        if status != earlier and (found == wanted or (wanted == ALIVE and leader_is_dead(status))):
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
             last = f" ({refused})" if refused else ""
@@ -158,13 +175,17 @@ def wait_for_graphs(control: ControlDirectory, timeout: float) -> dict[str, Any]
     deadline = time.monotonic() + timeout
     left = timeout
     while True:
-        status = wait_for(control, READY, left)
+        try:
+            status = wait_for(control, READY, left)
+        except RequestFailed as error:
+            raise RequestFailed(f"captured was not reached: {error.reason}", error.last) from None
         graphs = str(status.get("graphs"))
         if graphs == "captured":
             return status
         if not graphs.startswith("recapturing"):
             reason = status.get("graphs_error")
-            raise RequestFailed("the engine serves without CUDA graphs" + (f": {reason}" if reason else ""))
+            reason = f": {reason}" if reason else f": graphs are {graphs}"
+            raise RequestFailed(f"captured was not reached: the engine serves without CUDA graphs{reason}")
         if time.monotonic() >= deadline:
             raise RequestFailed(f"the CUDA graphs were not captured within {timeout:g} s; the state is {graphs}")
         time.sleep(_POLL_S)
@@ -174,16 +195,18 @@ def wait_for_graphs(control: ControlDirectory, timeout: float) -> dict[str, Any]
 def _refusal(status: dict[str, Any]) -> str:
     """What kept the last prepare from being done; empty where it was, or is under way."""
     last = status.get("last") or {}
-    refused = status.get("state") == protocol.SERVING and last.get("action") == protocol.PREPARE and not last.get("ok")
+    waits = status.get("state") in (protocol.STARTING, protocol.SERVING)
+    refused = waits and last.get("action") == protocol.PREPARE and not last.get("ok")
     return f"the last prepare was refused: {last.get('error')}" if refused else ""
 
 
 def _reached(wanted: str, status: dict[str, Any]) -> bool:
     found = status.get("state")
-    if wanted == ALIVE:
-        return found not in (None, *_OVER)
-    # One that came with an image tells of a leader that is not here.
-    return bool(found == wanted) and (wanted in _OVER or not leader_is_dead(status))
+    if wanted in _OVER:
+        return bool(found == wanted)
+    reached = found not in (None, *_OVER) if wanted == ALIVE else found == wanted
+    # One that came with an image tells of a leader that is not here; one of a dead leader, of nothing that is still so.
+    return reached and not leader_is_dead(status)
 
 
 def _left_by_an_earlier_launcher(control: ControlDirectory) -> dict[str, Any] | None:

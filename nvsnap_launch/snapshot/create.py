@@ -110,7 +110,9 @@ def signals_raise() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # Where it is too late it stays so: what is done is done, and the exit status must say it.
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, handler)
 
 
 def too_late_to_stop() -> None:

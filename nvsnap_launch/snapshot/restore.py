@@ -33,7 +33,7 @@ from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import namespace, saved
 from nvsnap_launch.snapshot import tree as proc
 from nvsnap_launch.snapshot.criu import Criu, descriptor_path
-from nvsnap_launch.snapshot.errors import SnapshotError
+from nvsnap_launch.snapshot.errors import Interrupted, SnapshotError
 from nvsnap_launch.snapshot.manifest import IMAGES_DIR, Manifest
 from nvsnap_launch.snapshot.owner import Owner
 from nvsnap_launch.snapshot.progress import Clock, say
@@ -215,14 +215,25 @@ class Restoration:
         self.clock = Clock()
         self.placed: dict[str, int] = {}  # path to inode of what we put into shared folders
         self.log_offsets: dict[str, int] = {}  # bytes that each log held before the tree came back
+        self.announced = False
 
     def run(self, tether: namespace.Tether | None = None) -> int:
         """``tether`` binds this process to the one that waits for it outside the namespace."""
         owner = Owner(self.manifest.uid, self.manifest.gid, tether.fasten if tether else None)
         try:
+            return self.work(owner)
+        except SnapshotError as error:
+            self.tell_failure(error, owner)
+            raise
+        finally:
+            self.clean_up()
+
+    def work(self, owner: Owner) -> int:
+        try:
             self.mount_control(owner)
             with owner.acting():
                 self.take_control()
+                self.announce()
             with self.clock.step("files"):
                 self.put_files_back(owner)
             with owner.acting():
@@ -236,8 +247,25 @@ class Restoration:
             raise SnapshotError(str(error), EXIT_REFUSED) from error
         except (OSError, LogError) as error:
             raise SnapshotError(f"restore failed: {error}", EXIT_FAILED) from error
-        finally:
-            self.clean_up()
+
+    def announce(self) -> None:
+        """Until the engine's own status is there, probes and people read from this one that a restore is under way."""
+        self.control.clean()
+        self.control.write_supervisor(self.manifest.cookie)
+        self.write_status(protocol.RESTORING, under_way={"action": protocol.RESTORE, "step": "CRIU"})
+        self.announced = True
+
+    def tell_failure(self, error: SnapshotError, owner: Owner) -> None:
+        """Nobody else would say that the restore which was announced has come to nothing."""
+        if not self.announced or (self.control.status() or {}).get("state") != protocol.RESTORING:
+            return
+        state = protocol.ENDED if isinstance(error, Interrupted) else protocol.FAILED
+        with contextlib.suppress(OSError), owner.acting():
+            self.write_status(state, exit={"code": error.exit_code, "reason": str(error)})
+
+    def write_status(self, state: str, **fields: object) -> None:
+        of_image = {"generation": self.manifest.generation, "engine": self.manifest.engine}
+        self.control.write_status(state, mode="restored", **of_image, **fields)
 
     def refuse_taken_addresses(self) -> None:
         """Again: CRIU would let two servers listen on one port, and each get half of the requests."""
@@ -280,7 +308,6 @@ class Restoration:
         with contextlib.ExitStack() as opened:
             sources = [opened.enter_context((self.directory / file.blob).open("rb")) for file in self.manifest.control]
             with owner.acting():
-                self.control.clean()
                 for folder in self.manifest.control_dirs:
                     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
                 for file, source in zip(self.manifest.control, sources, strict=True):
@@ -330,7 +357,8 @@ class Restoration:
                 self.keep_log(log, owner)
         root = self.manifest.root_pid
         found = procfs.stat(root)
-        if found is None or found[0] != os.getpid() or not procfs.alive(root):
+        # One that has ended again already is still our child: the supervisor finds out why.
+        if found is None or found[0] != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(root, signal.SIGKILL)
             raise SnapshotError(f"CRIU reported success, but process {root} is not our child", EXIT_FAILED)
@@ -397,10 +425,9 @@ class Restoration:
         say(f"serving after {self.clock.total():.2f} s ({self.clock.summary()})")
 
     def give_up(self, reason: str) -> None:
-        """End the tree with 74, unless somebody has given a verdict already."""
-        say(f"the restored server does not serve: {reason}")
+        """End the tree with 74, unless somebody has given a verdict already. The supervisor says the reason of either."""
         if self.control.verdict() is None:
-            value = {"exit_code": EXIT_FAILED, "reason": reason}
+            value = {"exit_code": EXIT_FAILED, "reason": f"the restored server does not serve: {reason}"}
             with contextlib.suppress(OSError):
                 protocol.write_json(self.control.path / protocol.VERDICT_FILE, value)
         with contextlib.suppress(ProcessLookupError):

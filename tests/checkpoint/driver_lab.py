@@ -32,7 +32,7 @@ SHM = Path("/dev/shm")
 T = TypeVar("T")
 
 
-def wait_until(look: Callable[[], T], what: str, seconds: float = 20.0) -> T:
+def wait_until(look: Callable[[], T], what: str, seconds: float = 20.0, every: float = 0.01) -> T:
     """Poll until ``look`` gives something true; its errors count as not yet."""
 
     def found() -> T | None:
@@ -40,7 +40,7 @@ def wait_until(look: Callable[[], T], what: str, seconds: float = 20.0) -> T:
             return look()
         return None
 
-    return support.wait_until(found, seconds, lambda: f"({what})")  # type: ignore[return-value]
+    return support.wait_until(found, seconds, lambda: f"({what})", every)  # type: ignore[return-value]
 
 
 class Connection:

@@ -1,7 +1,7 @@
 """A small engine tree that plays the control protocol, without an engine: a leader with a control thread, a listener, a
-child process behind a socket pair, shared memory. Arguments: [HOST:]PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf] [held]: deaf
-prepares, but never restores; held begins what it is asked for (prepare.begun or restore.begun in the control directory) and ends it
-when there is a file of that name with .go.
+child process behind a socket pair, shared memory. Arguments: [HOST:]PORT SHM_NAME [inotify] [uring] [tcp] [big] [deaf] [doomed]
+[held]: deaf prepares, but never restores; doomed gives a verdict instead, and ends; held begins what it is asked for
+(prepare.begun or restore.begun in the control directory) and ends it when there is a file of that name with .go.
 
 Commands on a connection, one a line: ``get`` answers one JSON line, ``set TEXT`` writes shared memory, ``exit N`` ends the tree.
 """
@@ -82,7 +82,7 @@ class Leader:
             server = socket.create_server(("127.0.0.1", 0))
             client = socket.create_connection(server.getsockname())
             return server, client, server.accept()
-        if name in ("deaf", "held"):
+        if name in ("deaf", "doomed", "held"):
             return name
         if name == "big":
             return bytearray(os.urandom(1 << 20)) * 48
@@ -147,6 +147,9 @@ class Leader:
     def act(self, action: str, requests: list) -> None:
         if action == "restore" and "deaf" in self.extras:
             return
+        if action == "restore" and "doomed" in self.extras:
+            self.write("verdict.json", {"exit_code": 74, "reason": "no interface nope0"})
+            os.kill(os.getpid(), signal.SIGKILL)
         if "held" in self.extras:
             open(f"{CONTROL}/{action}.begun", "w").close()
             while not os.path.exists(f"{CONTROL}/{action}.go"):

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from driver_lab import USER, Connection, Lab, check_owned, uids, wait_until
+from support import ROOT
 
 from nvsnap_launch.hooktree import procfs
 from nvsnap_launch.snapshot.create import CAP_SYS_RESOURCE
@@ -175,6 +176,9 @@ os.execv("{lab.criu}", sys.argv)
     assert failed.returncode == 74
     assert "CRIU restore ended with" in failed.stderr
     assert "Error (" in failed.stderr, "CRIU's own words"
+    status = json.loads((lab.control / "status.json").read_text())
+    assert (status["state"], status["exit"]["code"]) == ("failed", 74)
+    assert status["exit"]["reason"] in failed.stderr
     assert lab.stand_ins() == []
     assert lab.left_in_shm() == []
 
@@ -190,6 +194,35 @@ def test_a_server_that_does_not_come_back_is_ended_with_74(lab: Lab) -> None:
     assert lab.left_in_shm() == []
 
 
+# The launcher, that looks at what CRIU brought only when it is dead.
+SLOW_TO_LOOK = """
+import time
+from nvsnap_launch.__main__ import main
+from nvsnap_launch.hooktree import procfs
+from nvsnap_launch.snapshot.criu import Criu
+restore = Criu.restore
+def slow(*arguments):
+    restore(*arguments)
+    while procfs.alive({root}):
+        time.sleep(0.01)
+Criu.restore = slow
+main()
+"""
+
+
+def test_a_server_that_ends_at_once_tells_its_reason(lab: Lab) -> None:
+    launcher = lab.launch("doomed")
+    assert lab.create().returncode == 0
+    assert launcher.wait(20) == 0
+    root = json.loads((lab.image / "manifest.json").read_text())["root_pid"]
+    command = [sys.executable, "-c", SLOW_TO_LOOK.format(root=root), "snapshot", "restore", str(lab.image)]
+    failed = subprocess.run(command, cwd=ROOT, env=lab.environment(), capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 74
+    assert failed.stderr.count("no interface nope0") == 1
+    assert "not our child" not in failed.stderr
+    assert lab.state() == "failed"
+
+
 def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
     launcher = lab.launch()
     assert lab.create().returncode == 0
@@ -199,7 +232,10 @@ def test_a_restore_stopped_while_criu_works_leaves_nothing(lab: Lab) -> None:
     slow.chmod(0o755)
     restorer = lab.start("restore", "snapshot", "restore", str(lab.image), "--criu", str(slow))
     wait_until(mark.exists, "the start of CRIU")
+    # A large image takes CRIU minutes: a liveness probe must not end that.
+    assert (lab.state(), lab.run("wait", "alive", "--timeout", "0").returncode) == ("restoring", 0)
     assert stop(restorer) == 128 + signal.SIGTERM
+    assert (lab.state(), lab.run("wait", "alive", "--timeout", "0").returncode) == ("ended", 1)
     assert lab.stand_ins() == []
     lab.restore("again")
     assert lab.ask()["mode"] == "restored", "the image is as good as before"

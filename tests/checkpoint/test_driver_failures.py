@@ -125,6 +125,15 @@ def test_a_signal_does_not_stop_an_undo_that_a_failure_began(lab: Lab, number: s
     check_serving(lab, client)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_work_does_not_change_what_is_said_of_it(lab: Lab, number: signal.Signals) -> None:
+    launcher = lab.launch()
+    driver = lab.start("create", "snapshot", "create", str(lab.image))
+    wait_until(lambda: f"snapshot {lab.image}: " in lab.words("create"), "the last word", every=0.001)
+    driver.send_signal(number)
+    assert (driver.wait(20), launcher.wait(20)) == (0, 0)
+
+
 def test_interrupted_while_the_prepare_runs(lab: Lab) -> None:
     """The engine says "serving" still, but has begun: it must not end prepared, with nobody left to undo it."""
     lab.launch("held")

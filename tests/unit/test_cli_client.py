@@ -47,7 +47,7 @@ def test_captured_is_serving_with_graphs(control: ControlDirectory) -> None:
     with pytest.raises(client.RequestFailed, match="the engine serves without CUDA graphs: out of memory"):
         client.wait_for_graphs(control, 60)
     control.write_status("prepared", leader=leader(os.getpid()), graphs="eager")
-    with pytest.raises(client.RequestFailed, match="state serving was not reached"):
+    with pytest.raises(client.RequestFailed, match=r"^captured was not reached: state serving was not"):
         client.wait_for_graphs(control, 0)
 
 
@@ -155,6 +155,11 @@ def test_a_prepare_that_is_refused_ends_the_wait_for_it(control: ControlDirector
     control.write_status("serving", leader=leader(os.getpid()), generation=3, last=refused)
     with pytest.raises(client.RequestFailed, match=r"within 0.2 s.*a socket was left|a socket was left.*within 0.2 s"):
         client.wait_for(control, "prepared", 0.2)
+    protocol.append_event(control.path, "preparing", state="preparing")
+    protocol.append_event(control.path, "prepare", **refused)
+    protocol.append_event(control.path, "preparing", state="preparing")
+    with pytest.raises(client.RequestFailed, match="within 0 s"):
+        client.wait_for(control, "prepared", 0)
     later = threading.Timer(
         0.3, lambda: control.write_status("serving", leader=leader(os.getpid()), generation=5, last=refused)
     )
@@ -164,3 +169,40 @@ def test_a_prepare_that_is_refused_ends_the_wait_for_it(control: ControlDirector
         client.wait_for(control, "prepared", 60)
     assert time.monotonic() - begin < 30
     later.join()
+
+
+@pytest.mark.parametrize("state", ["serving", "starting"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_refusal_at_once_ends_the_wait_for_it(control: ControlDirectory, state: str, before: bool) -> None:
+    """It may come before this command has started, and a launcher that refuses in the engine's place counts no generation."""
+    refused = {"action": "prepare", "ok": False, "error": "hooks: off"}
+    control.write_supervisor("c")
+    control.write_status(state)
+
+    def refuse() -> None:
+        protocol.append_event(control.path, "refused", action="prepare", error="hooks: off")
+        control.write_status(state, last=refused)
+
+    later = threading.Timer(0.0 if before else 0.3, refuse)
+    later.start()
+    if before:
+        later.join()
+    begin = time.monotonic()
+    with pytest.raises(client.RequestFailed, match=r"^the last prepare was refused: hooks: off$"):
+        client.wait_for(control, "prepared", 60)
+    assert time.monotonic() - begin < 30
+    later.join()
+
+
+def test_alive_is_not_an_engine_whose_leader_is_dead(control: ControlDirectory) -> None:
+    """The launcher would have noticed, were it not stopped itself."""
+    control.write_supervisor("c")
+    for state in ("starting", "restoring"):
+        control.write_status(state)
+        assert client.wait_for(control, "alive", 0)["state"] == state
+    for state in ("serving", "prepared"):
+        control.write_status(state, leader=leader(os.getpid()))
+        assert client.wait_for(control, "alive", 0)["state"] == state
+        control.write_status(state, leader=leader(GONE))
+        with pytest.raises(client.RequestFailed, match=f"the state is {state}, but the process that wrote it is gone"):
+            client.wait_for(control, "alive", 0)
