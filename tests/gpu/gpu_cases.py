@@ -485,6 +485,7 @@ CASES = {
     "bare": Case("dense", against_bare, START_S + 90),
     "off": Case("off", measured, 90),
     "tp1": Case("tp1", once, 120),
+    "plain": Case("plain", strong, 280),
     "strong1": Case("dense1", strong, 280),
     "eager": Case("eager", once, 120),
     "moe": Case("moe", strong, 200),

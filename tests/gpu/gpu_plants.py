@@ -14,6 +14,7 @@ import os
 import pstats
 import signal
 import sys
+import time
 import zlib
 from typing import Any
 
@@ -78,8 +79,15 @@ class Plants:
         return told
 
     def _plant_collections(self) -> None:
-        """Why a prepare had to collect garbage: see planted_collections."""
+        """Why a prepare had to collect garbage, and how long looks at the heap take: see planted_collections."""
+        import torch.distributed as dist
         from nvsnap_hooks import collector
+
+        for owner, name in (
+            *((gc, name) for name in ("collect", "get_referrers", "get_freeze_count", "freeze", "unfreeze")),
+            (dist, "destroy_process_group"),
+        ):
+            _shadow(owner, name, _timed(name, getattr(owner, name)))
 
         original = collector.collect
 
@@ -90,7 +98,8 @@ class Plants:
         _shadow(collector, "collect", collect)
 
     def planted_collections(self) -> list[str]:
-        """Who collected since the last call, and which of the old groups was held by what."""
+        """Who collected since the last call, and which of the old groups was held by what; and each look with its seconds and the
+        objects in sight before and after."""
         told = list(_collections)
         _collections.clear()
         return told
@@ -195,6 +204,16 @@ class Plants:
 
 
 _collections: list[str] = []
+
+
+def _timed(name: str, original: Any) -> Any:
+    def call(*args: Any) -> Any:
+        before, started = sum(gc.get_count()), time.monotonic()
+        result = original(*args)
+        _collections.append(f"{name} {time.monotonic() - started:.3f} s, count {before} -> {sum(gc.get_count())}")
+        return result
+
+    return call
 
 
 def _why() -> str:

@@ -61,6 +61,7 @@ SHAPES = {
     "eager": Shape("small", flags=("--enforce-eager",)),
     "small": Shape("small"),
     "moe": Shape("moe", flags=("--enable-expert-parallel",)),
+    "plain": Shape("dense", flags=NO_FUSED_ALL_REDUCE),
     "sleep": Shape("small", flags=("--enable-sleep-mode",)),
     "off": Shape(
         "dense",

@@ -48,29 +48,6 @@ def wrap_comm_end(original: Callable[..., None]) -> Callable[..., None]:
     return end
 
 
-def _new_id(communicator: Any) -> Any:
-    """Made by the first rank, the same on all. Collective."""
-    import torch.distributed as dist
-
-    told = [bytes(communicator.nccl.ncclGetUniqueId()) if communicator.rank == 0 else None]
-    dist.broadcast_object_list(told, dist.get_process_group_ranks(communicator.group)[0], group=communicator.group)
-    return type(communicator.unique_id).from_buffer_copy(told[0])
-
-
-def _sums(communicators: list[Any], device: Any) -> list[Any]:
-    """One all-reduce of ones through each. Their values are there once the GPU is done."""
-    import torch
-
-    ones = torch.ones(1, device=device)
-    libraries = [communicator.nccl for communicator in communicators[:1]]
-    for library in libraries:
-        library.ncclGroupStart()
-    sums = [communicator.all_reduce(ones) for communicator in communicators]
-    for library in libraries:
-        library.ncclGroupEnd()
-    return sums
-
-
 class Pynccl(Communicators):
     name = "pynccl"
     attribute = "pynccl_comm"
@@ -118,28 +95,19 @@ class Pynccl(Communicators):
         if comm is not None:
             communicator.nccl.ncclCommDestroy(comm)
 
-    def take_back_each(self, site: Site, every: list[Held]) -> None:
-        """What ``PyNcclCommunicator.__init__`` does (0.20.2 to 0.33.0), but each first all-reduce in one group of calls: most of
-        the time goes to the links that it makes, 0.15 s (two H200, NCCL 2.28.9), and those are made at one time then. Raises
-        RuntimeError on a wrong sum."""
-        import torch
-
-        with torch.cuda.device(site.device):
-            for held in every:
-                self.take_back(site, held)
-            sums = _sums([held.one for held in every], site.device)
-            site.synchronize()
-        for held, total in zip(every, sums, strict=True):
-            held.one.disabled = held.disabled
-            if total.item() != held.one.world_size:
-                raise RuntimeError(f"NCCL of {held.coordinator.unique_name} sums to {total.item()}")
+    def parameters(self, communicator: Any) -> dict[str, Any]:
+        return {}
 
     def take_back(self, site: Site, held: Held) -> None:
-        one = held.one
-        one.group = held.coordinator.cpu_group
-        one.unique_id = _new_id(one)
-        one.comm = one.nccl.ncclCommInitRank(one.world_size, one.unique_id, one.rank)
-        one.available, one.disabled = True, False
+        """Raises RuntimeError on a wrong sum: small all-reduces of the engine's go another way, so this is the proof."""
+        import torch
+
+        super().take_back(site, held)
+        if not held.disabled:
+            total = held.one.all_reduce(torch.ones(1, device=site.device))
+            site.synchronize()
+            if total.item() != held.one.world_size:
+                raise RuntimeError(f"NCCL of {held.coordinator.unique_name} sums to {total.item()}")
 
     def residue(self) -> list[str]:
         return [f"communicator {comm:#x} is live" for comm in sorted(_live)]

@@ -59,10 +59,6 @@ class Spanning:
         """Collective, over the new group."""
         raise NotImplementedError
 
-    def take_back_each(self, site: Site, every: list[Held]) -> None:
-        for held in every:
-            self.take_back(site, held)
-
     def hold(self, site: Site) -> list[Held]:
         """Note what there is to give up. Nothing is touched."""
         if not self.released:
@@ -81,7 +77,8 @@ class Spanning:
         """Raises RuntimeError where something can't be made any more."""
         if not self.released:
             return {}
-        self.take_back_each(site, self._held)
+        for held in self._held:
+            self.take_back(site, held)
         count = self._count()
         self.released, self._held = False, []
         return count

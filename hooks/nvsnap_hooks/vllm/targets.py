@@ -184,10 +184,9 @@ V0_23: dict[str, Target] = _CPU | {
     "pynccl": _gpu(
         f"{_DEVICES}.pynccl",
         "PyNcclCommunicator",
-        "group device nccl comm available disabled unique_id rank world_size all_reduce",
+        "group device nccl comm available disabled world_size all_reduce",
         "group device",
     ),
-    "nccl": _gpu(f"{_DEVICES}.pynccl_wrapper", "NCCLLibrary", "ncclGetUniqueId ncclGroupStart ncclGroupEnd"),
     "nccl_comm_init": _gpu(
         f"{_DEVICES}.pynccl_wrapper", "NCCLLibrary.ncclCommInitRank", parameters="self world_size unique_id rank"
     ),
