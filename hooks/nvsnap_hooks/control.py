@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
-from . import guard, procfs, protocol
+from . import guard, procfs, protocol, spare, stacks
 from .machine import Fatal, Machine, end_tree, leave_verdict
 from .protocol import say
 
@@ -26,6 +27,7 @@ TICK_SERVING = 0.2  # seconds between looks at the request files
 TICK_PREPARED = 0.05  # and at the metadata file, while prepared
 TICK_RECAPTURING = 0.01  # between two chunks: the engine takes some steps meanwhile
 TICK_RECAPTURING_IDLE = 0.001
+GUARD_LOOK = 1.0  # seconds between looks at whether the guard lives
 
 _lock = threading.Lock()
 _control: Control | None = None
@@ -58,9 +60,14 @@ class Control:
         self._arrived: queue.Queue[str] = queue.Queue()
         self._early: set[str] = set()
         self._blocked: set[str] = set()  # requests that can't be removed: said once
+        self._launcher = guard.Launcher(config["control_dir"])
+        self._next_look = self._next_chunk = 0.0
 
     def start(self) -> None:
+        spare.keep()
+        stacks.requests_are_taken()
         self._end_if_abandoned()
+        self._launcher.died()  # who it is, while it lives
         self.machine.publish_starting()
         self.ensure_guard()
         self._announce()
@@ -76,6 +83,7 @@ class Control:
             guard.abandon(self.config["control_dir"], pid)
             os._exit(guard.KILLED)
 
+    @spare.lent()
     def _announce(self) -> None:
         leader = {
             "pid": self.pid,
@@ -87,6 +95,7 @@ class Control:
         }
         protocol.write_json(os.path.join(self.config["control_dir"], protocol.LEADER_FILE), leader)
 
+    @spare.lent()
     def ensure_guard(self) -> bool:
         """A live guard, started again if somebody killed it."""
         if self._guard is not None and self._guard.poll() is None:
@@ -101,6 +110,21 @@ class Control:
         except OSError:
             self._guard = None
         return self._guard is not None
+
+    def _look_after_guard(self) -> None:
+        """Whoever kills it, or the kernel for want of memory, may take the launcher next. Not while prepared: a dump may begin."""
+        if self.machine.state == protocol.PREPARED or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + GUARD_LOOK
+        if self._guard is not None and self._guard.poll() is None:
+            return
+        with spare.lent():
+            if self._launcher.died():
+                guard.abandon(self.config["control_dir"], self._launcher.pid)
+                os._exit(guard.KILLED)
+        self.ensure_guard()
+        with contextlib.suppress(OSError):
+            self._announce()
 
     # -- the loop -----------------------------------------------------------------------------------
 
@@ -117,18 +141,22 @@ class Control:
             self._end(Fatal(protocol.EXIT_BUG, f"our own fault: {type(error).__name__}: {error}"))
 
     def _end(self, fatal: Fatal) -> None:
+        spare.give_up()
         control_dir = self.config["control_dir"]
         told = fatal
         with contextlib.suppress(Exception):
             told = Fatal(fatal.exit_code, guard.explained(control_dir, str(fatal)))
         leave_verdict(control_dir, told)  # once, and whole: the engine may end by itself at any moment now
         say(str(told))
-        self.machine.publish_failed(told)
-        end_tree(control_dir, told)
+        with contextlib.suppress(Exception):
+            self.machine.publish_failed(told)
+        end_tree(control_dir, told, [process["pid"] for process in self.machine.status.value["processes"]])
 
     def _turn(self) -> None:
         signalled = self._wait(self._tick())
+        spare.replenish()
         self.machine.status.retry()
+        self._look_after_guard()
         if self.machine.state == protocol.STARTING:
             if not self.machine.engine.is_serving():
                 self._hold_early(signalled)
@@ -142,18 +170,26 @@ class Control:
             self._restore(requests[protocol.RESTORE])
         elif self.machine.state == protocol.PREPARED and self.machine.restored_by_metadata():
             self._restore([])
-        elif self.machine.chunk_is_due():
+        if self.machine.chunk_is_due() and time.monotonic() >= self._next_chunk:
             self.machine.recapture()
+            self._pause_chunks(TICK_RECAPTURING_IDLE if self.machine.graphs.idle else TICK_RECAPTURING)
+
+    def _pause_chunks(self, seconds: float) -> None:
+        """However many requests come meanwhile: they neither keep the next chunk from its turn nor bring it forward."""
+        self._next_chunk = time.monotonic() + seconds
 
     def _tick(self) -> float:
         if self.machine.chunk_is_due():
-            return TICK_RECAPTURING_IDLE if self.machine.graphs.idle else TICK_RECAPTURING
+            return max(0.0, self._next_chunk - time.monotonic())
         return TICK_PREPARED if self.machine.state == protocol.PREPARED else TICK_SERVING
 
     def _restore(self, requests: list[str]) -> None:
-        self._say_outcome(self.machine.restore, requests)
+        if not self._say_outcome(self.machine.restore, requests):
+            return
+        self._pause_chunks(TICK_RECAPTURING)
         with contextlib.suppress(OSError):
             self._announce()  # the PID namespace may be another now, and the guard
+        self._launcher.died()
 
     def _listen(self) -> None:
         """The thread that takes the signals. Without a time limit: CPython 3.11's sigtimedwait returns an uninitialised
@@ -176,7 +212,7 @@ class Control:
         self._early |= signalled
         if protocol.RESTORE in self._early:
             self._early.clear()
-            protocol.append_event(self.config["control_dir"], "restore while starting: nothing to restore")
+            self._note("restore while starting: nothing to restore")
 
     def _collect(self, signalled: set[str]) -> tuple[dict[str, set[str]], dict[str, list[str]]]:
         """(action -> the channels that asked for it, action -> ids of its request file)."""
@@ -197,10 +233,11 @@ class Control:
             owner = os.stat(self.config["control_dir"]).st_uid
         except OSError:
             return None
-        supervisor = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
-        if supervisor.get("cookie", self.config["cookie"]) != self.config["cookie"]:
-            return None  # another launcher has the directory now: the request is for its engine
-        value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
+        with spare.lent():
+            supervisor = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
+            if supervisor.get("cookie", self.config["cookie"]) != self.config["cookie"]:
+                return None  # another launcher has the directory now: the request is for its engine
+            value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
         try:
             os.unlink(path)
         except OSError as error:
@@ -220,15 +257,22 @@ class Control:
             return True
         if self.machine.evidence() or self.machine.restored_by_metadata():
             return True
-        protocol.append_event(self.config["control_dir"], "restore signal without evidence: ignored")
+        self._note("restore signal without evidence: ignored")
         return False
 
-    def _say_outcome(self, action: Any, requests: list[str]) -> None:
+    def _note(self, text: str) -> None:
+        if self.machine.is_news(text):
+            protocol.append_event(self.config["control_dir"], text)
+
+    def _say_outcome(self, action: Any, requests: list[str]) -> bool:
+        """False when there was nothing to do."""
+        before = self.machine.status.value["last"]
         action(requests)
         last = self.machine.status.value["last"]
-        if last.get("note"):
-            say(f"{last['action']}: {last['note']}")
-        elif last["ok"]:
+        if last is before:
+            return False
+        if last["ok"]:
             say(f"{self.machine.state} after {last['seconds']:.2f} s")
         else:
             say(f"{last['action']} refused, {self.machine.state}: {last['error']}")
+        return True

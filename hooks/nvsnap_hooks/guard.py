@@ -8,6 +8,7 @@ It ends it as well when the launcher was killed: nobody else would.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +19,6 @@ import time
 TICK = 0.1
 LAUNCHER_TICKS = 10  # between two looks at the launcher
 GAP = 1.5  # seconds without a tick that count as a freeze
-STATE_DURING: dict[object, str] = {"prepare": "preparing", "restore": "restoring", "recapture": "serving"}
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 FAILURE = "failed: "  # begins a file for stacks whose process has failed by itself
 STACKS_KEPT = 20000  # characters, in the verdict
@@ -199,17 +199,19 @@ def say(words: str) -> None:
         pass
 
 
-def is_under_way(control: str, deadline: dict[str, object]) -> bool:
-    """Is the deadline's action: "prepared" may last for ever. On a full disk the status may be an earlier one's."""
-    status = read(os.path.join(control, "status.json"))
-    if generation(status) != generation(deadline):
-        return generation(status) < generation(deadline)
-    return status.get("state") == STATE_DURING.get(deadline.get("action"))
-
-
-def generation(value: dict[str, object]) -> int:
-    found = value.get("generation")
-    return found if isinstance(found, int) else 0
+def is_under_way(path: str) -> bool:
+    """Does the leader hold its lock on the deadline? "Prepared" may last for ever, and what is over may still lie there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def expire(control: str, deadline: dict[str, object]) -> None:
@@ -274,6 +276,8 @@ def main(control: str, leader: int) -> None:
     launcher.died()  # who it is, while it lives
     while os.getppid() == leader:
         time.sleep(TICK)
+        while pending := signal.sigpending():  # blocked here, and meant for the leader: it would be in every snapshot
+            signal.sigwait(pending)
         ticks += 1
         if ticks % LAUNCHER_TICKS == 0 and launcher.died():
             abandon(control, launcher.pid)
@@ -294,7 +298,7 @@ def main(control: str, leader: int) -> None:
             left = float(str(deadline.get("seconds") or 0))
         elif deadline.get("armed"):
             left -= TICK
-            if left <= 0 and is_under_way(control, deadline):
+            if left <= 0 and is_under_way(path):
                 expire(control, deadline)
                 return
 

@@ -8,11 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 
-from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, rendezvous, residue, stacks
+from . import (
+    coverage,
+    environment,
+    guard,
+    listener,
+    metadata,
+    procfs,
+    protocol,
+    registry,
+    rendezvous,
+    residue,
+    spare,
+    stacks,
+)
+from .deadline import Deadline
 from .graphs import Graphs
-from .status import Status
+from .status import Status, brief
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,9 +71,11 @@ class Machine:
         }
         self.graphs = Graphs(config["recapture"], engine.captures_graphs)
         self.status = Status(config, described, deadlines)
+        self._deadline = Deadline(self.control_dir)
         self._action = ""
         self._steps: list[dict[str, Any]] = []
         self._under: _Circumstances | None = None
+        self._noted: set[str] = set()  # what was said of requests that changed nothing, since something was done
 
     @property
     def state(self) -> str:
@@ -78,7 +95,7 @@ class Machine:
             self._check_before()
             touched = True
             self._prepare()
-            self._end(protocol.PREPARE, protocol.PREPARED, requests, started, strict=True)
+            self._end(protocol.PREPARE, protocol.PREPARED, requests, started)
         except BaseException as error:
             reason = self._in_words(error)
             if touched:
@@ -86,6 +103,7 @@ class Machine:
             held = getattr(error, "residue", None)
             self._end(protocol.PREPARE, protocol.SERVING, requests, started, reason, residue=held)
 
+    @spare.lent()
     def _check_before(self) -> None:
         """All that can be known without touching anything."""
         self.status.under_way(self._action, "preconditions")
@@ -96,7 +114,12 @@ class Machine:
         except metadata.MetadataError as error:
             raise Refused(f"metadata: {error}") from None
         pids = coverage.tree()
-        wrong = coverage.unpatched(coverage.records(self.config), pids, self.engine.is_engine_process)
+        records = coverage.records(self.config)
+        if os.getpid() not in records:
+            raise Refused(
+                "what the engine's processes wrote to the control directory was deleted: only a new start helps"
+            )
+        wrong = coverage.unpatched(records, pids, self.engine.is_engine_process)
         wrong += coverage.strays()
         wrong += listener.unix_clients(pids)
         if wrong:
@@ -113,6 +136,7 @@ class Machine:
         self.graphs.drop()
         self._step("audit", self._audit)
 
+    @spare.lent()
     def _audit(self) -> None:
         pids = coverage.tree()
         found = residue.of_tree(pids, self.config.get("io_uring") == "allow")
@@ -140,11 +164,13 @@ class Machine:
         if self._under is None or not self._under.file_changed(self.config["metadata"]):
             return False
         try:
-            found = metadata.read(self.config["metadata"])
+            with spare.lent():
+                found = metadata.read(self.config["metadata"])
         except metadata.MetadataError:
             return True
         return found is not None and found.incarnation != self._under.incarnation
 
+    @spare.lent()
     def evidence(self) -> list[str]:
         """What shows that this process was thawed, apart from any signal."""
         return self._under.changes(self.control_dir) if self._under is not None else []
@@ -182,11 +208,13 @@ class Machine:
         self._rebuild(timeout)
         if restored:
             closed = self._under.closed
-            self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE, closed)})
+            with spare.lent():
+                self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE, closed)})
         self._step("listener", self._check_listener)
         self._step("open admission", lambda: self.engine.open_admission(timeout))
         return restored
 
+    @spare.lent()
     def _refresh_identity(self, timeout: float) -> dict[str, Any]:
         """Take the new environment if the metadata is another's. Returns the incarnation if it is new, and ignored names."""
         assert self._under is not None
@@ -206,11 +234,13 @@ class Machine:
         return {"incarnation": found.incarnation, "set": sorted(env), "ignored": refused}
 
     @staticmethod
+    @spare.lent()
     def _check_environment() -> None:
         wrong = environment.stale()
         if wrong:
             raise Refused("; ".join(wrong))
 
+    @spare.lent()
     def _check_listener(self) -> None:
         wrong = listener.silent()
         if wrong:
@@ -238,17 +268,17 @@ class Machine:
             return
         self.graphs.idle = core["idle"]
         self._action, self._steps = protocol.RECAPTURE, []
-        stacks.arm(self.control_dir)
+        self._arm_stacks()
         with contextlib.suppress(Refused):  # without the guard there is still the time limit of the call
             self._watch(protocol.RECAPTURE, protocol.EXIT_RESTORE_FAILED)
         try:
             self._recapture(self.graphs.count, self._restore_seconds)
         except BaseException as error:
             if self.engine.ending:  # stopped in the middle of it, or dead: the launcher knows which
-                self._disarm()
+                self._deadline.disarm()
                 return
             raise Fatal(protocol.EXIT_RESTORE_FAILED, f"recapture failed: {self._in_words(error)}") from error
-        self._disarm()
+        self._deadline.disarm()
         stacks.disarm(self.control_dir)
         if self.graphs.due():
             self.status.show(under_way=None, **self.graphs.published(True))
@@ -275,10 +305,12 @@ class Machine:
 
     def _rebuild(self, timeout: float) -> None:
         """Rendezvous by a fresh file: never the old store, never an address, never the old names."""
-        folder = rendezvous.new_folder(self.control_dir)
+        with spare.lent():
+            folder = rendezvous.new_folder(self.control_dir)
         token = os.urandom(8).hex()
         ranks = self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
-        rendezvous.settle(any(rank.get("met") for rank in ranks))
+        with spare.lent():
+            rendezvous.settle(any(rank.get("met") for rank in ranks))
         self.graphs.begin()
         self._recapture_before_serving(timeout)
 
@@ -335,11 +367,16 @@ class Machine:
         under_way = self.status.value["under_way"]
         return f"{under_way['step'] + ': ' if under_way else ''}{type(error).__name__}: {error}"
 
+    @spare.lent()
+    def _arm_stacks(self) -> None:
+        stacks.arm(self.control_dir)
+
     # -- what is published ------------------------------------------------------------------------
 
     def _begin(self, action: str, state: str) -> float:
         self._action, self._steps = action, []
-        stacks.arm(self.control_dir)
+        self._noted.clear()
+        self._arm_stacks()
         self.status.value["generation"] += 1
         self._publish(state, state=state, under_way={"action": action, "step": "begin"})
         return time.monotonic()
@@ -353,7 +390,6 @@ class Machine:
         error: str | None = None,
         residue: dict[int, list[str]] | None = None,
         evidence: list[str] | None = None,
-        strict: bool = False,
     ) -> None:
         last = protocol.outcome(
             action,
@@ -365,28 +401,48 @@ class Machine:
         )
         self._publish_processes([], residue or {})
         stacks.disarm(self.control_dir)
-        # Of "prepared" this is the last that we write: an agent may dump as soon as it is there.
-        self._publish(action, strict, state=state, last=last)
-        if state != protocol.PREPARED:
-            self._disarm()
+        if state == protocol.PREPARED:
+            self._publish_prepared(last)
+            return
+        self._publish(action, state=state, last=last)
+        self._deadline.disarm()
         if self.recapturing:
             self._publish("recapturing")
 
-    def _publish(self, event: str, strict: bool = False, **fields: Any) -> None:
-        """Only "prepared" must reach the disk to be true; unwritten, it never was. For the rest a full disk is not the
-        engine's problem."""
-        before = dict(self.status.value)
+    def _publish(self, event: str, **fields: Any) -> None:
+        """A full disk is not the engine's problem."""
         fields |= self.graphs.published(fields.get("state", self.state) == protocol.SERVING)
-        try:
+        with contextlib.suppress(OSError):
             self.status.update(event, **fields)
+
+    def _publish_prepared(self, last: dict[str, Any]) -> None:
+        """Only this must reach the disk to be true; unwritten, it never was. It is the last that we do, and nothing is open then:
+        an agent may dump as soon as it is there. Raises Refused."""
+        before = dict(self.status.value)
+        fields: dict[str, Any] = {"state": protocol.PREPARED, "last": last, **self.graphs.published(False)}
+        try:
+            self.status.update(protocol.PREPARE, before_last=self._deadline.let_go, **fields)
         except OSError as error:
-            if strict:
-                self.status.value = before
-                raise Refused(f"the control directory can't be written: {error}") from error
+            self.status.value = before
+            with contextlib.suppress(OSError), spare.lent():
+                self._deadline.hold()
+            raise Refused(f"the control directory can't be written: {error}") from error
 
     def _note(self, action: str, requests: list[str], text: str) -> None:
-        """A request that changes nothing: said, and answered."""
-        self._publish(f"{action} ignored", last=protocol.outcome(action, requests=requests, note=text))
+        """A request that changes nothing: said, and answered by its id."""
+        noted = protocol.outcome(action, requests=requests, note=text)
+        if self.is_news(text):
+            protocol.say(f"{action}: {text}")
+        elif not requests:
+            return
+        self._publish(f"{action} ignored", told=brief(noted), ignored=noted)
+
+    def is_news(self, text: str) -> bool:
+        """Of a request that changes nothing. The same is said once, until something is done: an agent may send its signal a hundred
+        times a second."""
+        known = text in self._noted
+        self._noted.add(text)
+        return not known
 
     def publish_starting(self) -> None:
         self._publish(protocol.STARTING)
@@ -399,6 +455,7 @@ class Machine:
         self._publish_processes([])
         self._publish(protocol.SERVING, state=protocol.SERVING)
 
+    @spare.lent()
     def _publish_processes(self, ranks: Reports, residue: dict[int, list[str]] | None = None) -> None:
         held = {rank["pid"]: rank["residue"] for rank in ranks}
         held.update(residue or {})
@@ -415,28 +472,15 @@ class Machine:
 
     # -- deadlines --------------------------------------------------------------------------------
 
+    @spare.lent()
     def _watch(self, action: str, exit_code: int) -> None:
         """From here on the guard ends what hangs."""
         if not self._ensure_guard():
             raise Refused("the guard process is gone and could not be started again")
-        seconds = self.status.value["deadlines"][action]
-        generation = self.status.value["generation"]
-        deadline = {
-            "armed": True,
-            "action": action,
-            "generation": generation,
-            "seconds": seconds,
-            "exit_code": exit_code,
-        }
         try:
-            protocol.write_json(os.path.join(self.control_dir, protocol.DEADLINE_FILE), deadline)
+            self._deadline.arm(action, self.status.value["deadlines"][action], exit_code)
         except OSError as error:
             raise Refused(f"the deadline can't be written to the control directory: {error.strerror}") from None
-
-    def _disarm(self) -> None:
-        """Take the file away: that works on a full disk, too."""
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.control_dir, protocol.DEADLINE_FILE))
 
 
 class Fatal(Exception):
@@ -519,11 +563,20 @@ def leave_verdict(control_dir: str, fatal: Fatal, found: str = "") -> None:
         pass
 
 
-def end_tree(control_dir: str, fatal: Fatal) -> None:
-    """Add the stacks of whoever is stuck to the verdict, end every other process of the session, then this one."""
-    found = guard.stacks(control_dir)
-    if found:
-        protocol.say(found)
-    leave_verdict(control_dir, fatal, found)
-    guard.kill_session()
-    os._exit(fatal.exit_code)
+def end_tree(control_dir: str, fatal: Fatal, known: list[int]) -> None:
+    """Add the stacks of whoever is stuck to the verdict, end every other process of the session, then this one.
+
+    Whatever happens here, this process ends. Without a descriptor to look at the session with, those that are known go.
+    """
+    try:
+        found = guard.stacks(control_dir)
+        if found:
+            protocol.say(found)
+        leave_verdict(control_dir, fatal, found)
+        guard.kill_session()
+    except Exception:
+        for pid in known:
+            if pid != os.getpid():
+                guard.kill(pid, signal.SIGKILL)
+    finally:
+        os._exit(fatal.exit_code)

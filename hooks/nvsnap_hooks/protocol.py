@@ -7,6 +7,7 @@ docs/control-directory.md explains each file; DESIGN of the states:
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -104,13 +105,14 @@ def new_status(state: str, **fields: Any) -> dict[str, Any]:
         "deadlines": {},
         "under_way": None,
         "last": None,
+        "ignored": None,
         "updated": timestamp(),
         **fields,
     }
 
 
 def outcome(action: str, error: str | None = None, **fields: Any) -> dict[str, Any]:
-    """status.json's ``last``: what was done, or refused, and on whose request. ``seconds`` are wall time."""
+    """status.json's ``last``: what was done, or refused, and on whose request; and ``ignored``. ``seconds`` are wall time."""
     return {
         "action": action,
         "ok": error is None,
@@ -146,7 +148,14 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
     """Replace a file in one step: a reader sees the old object or the new one, never a part. Raises OSError."""
+    put(stage(path, value), path)
+
+
+def stage(path: str | os.PathLike[str], value: dict[str, Any]) -> str:
+    """All of a write that a full disk may fail; ``put`` does the rest. Raises OSError, and leaves nothing then."""
     temporary = f"{path}.{os.getpid()}.tmp"
+    if os.path.isdir(path) and not os.path.islink(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     text = json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n"
     _unlink(temporary)
     try:
@@ -154,9 +163,18 @@ def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        os.replace(temporary, path)
     except OSError:
         _unlink(temporary)
+        raise
+    return temporary
+
+
+def put(staged: str, path: str | os.PathLike[str]) -> None:
+    """Let what ``stage`` wrote take the file's place. Raises OSError."""
+    try:
+        os.replace(staged, path)
+    except OSError:
+        _unlink(staged)
         raise
 
 

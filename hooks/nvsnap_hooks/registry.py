@@ -188,7 +188,12 @@ def register(role: str, rank: int | None = None, required: Iterable[str] = ()) -
 
 def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[Callable[..., Any]], Any]:
     """For ``wrap``: a process's main function. Registers the process, and takes that back when it ends as it should: not in the
-    middle of an action."""
+    middle of an action, and not a core, which ends after its leader has taken all back (``orderly_end``), or by a fault: a
+    SIGTERM that nobody else got, say."""
+
+    def end() -> None:
+        if role != "core":
+            unregister()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def main(*args: Any, **kwargs: Any) -> Any:
@@ -196,11 +201,11 @@ def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[C
                 register(role, kwargs.get(rank_argument, 0), required)
             try:
                 result = original(*args, **kwargs)
-            except SystemExit as end:
-                if end.code in (None, 0) and not stacks.armed():
-                    unregister()
+            except SystemExit as ended:
+                if ended.code in (None, 0) and not stacks.armed():
+                    end()
                 raise
-            unregister()
+            end()
             return result
 
         return main

@@ -19,10 +19,27 @@ if TYPE_CHECKING:
     from typing import IO
 
 _armed: dict[int, IO[str]] = {}
+_taken_in = 0  # PID
 
 
 def path(control_dir: str, pid: int) -> str:
     return os.path.join(control_dir, protocol.STACKS_DIR, f"{pid}.txt")
+
+
+def requests_are_taken() -> None:
+    """In the leader: a thread of it waits for the signals that ask for a prepare or restore."""
+    global _taken_in
+    _taken_in = os.getpid()
+
+
+def _drop_requests() -> None:
+    """In any other process those signals are blocked, and nobody takes one that was sent here: it would wait for good, and in
+    every snapshot."""
+    config = protocol.Config.from_environment()
+    if _taken_in == os.getpid() or config is None:
+        return
+    while found := signal.sigpending() & protocol.waited_signals(config).keys():
+        signal.sigwait(found)
 
 
 def ignore() -> None:
@@ -35,6 +52,7 @@ def ignore() -> None:
 def arm(control_dir: str) -> None:
     """Write this process's stacks to ``stacks/<pid>.txt`` whenever SIGNAL comes. Best effort: a full disk is no reason to stop."""
     pid = os.getpid()
+    _drop_requests()
     if not control_dir:
         return
     if pid in _armed:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 
-from . import protocol
+from . import protocol, spare
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 
@@ -25,26 +26,47 @@ class Status:
     def state(self) -> str:
         return str(self.value["state"])
 
-    def update(self, event: str, told: dict[str, Any] | None = None, **fields: Any) -> None:
+    @spare.lent()
+    def update(
+        self,
+        event: str,
+        told: dict[str, Any] | None = None,
+        before_last: Callable[[], None] | None = None,
+        **fields: Any,
+    ) -> None:
         """Change fields and publish; ``told`` is for the history alone. Raises OSError when the file can't be written (a full
         disk).
 
-        The status is written last: whoever reads "prepared" may dump at once, and nothing of ours is under way then.
+        The status takes its place last: whoever reads "prepared" may dump at once, and nothing of ours is under way then. With
+        ``before_last``, which is called just before, the history has its line only if there is room for the status.
         """
         self.value.update({"under_way": None, **fields})
         self.value["snapshot_ready"] = self.value["state"] == protocol.PREPARED
         self.value["leader"]["pid_namespace"] = protocol.pid_namespace()
         self.value["updated"] = protocol.timestamp()
         shown = {key: self.value[key] for key in ("state", "generation", "mode", "graphs")}
-        protocol.append_event(self._config["control_dir"], event, **shown, **(told or _brief(fields.get("last"))))
         self.pending = True
-        protocol.write_json(self.path, self.value)
+        staged, failure = self._stage()
+        if failure is None or before_last is None:
+            protocol.append_event(self._config["control_dir"], event, **shown, **(told or brief(fields.get("last"))))
+        if failure is not None:
+            raise failure
+        if before_last is not None:
+            before_last()
+        protocol.put(staged, self.path)
         self.pending = False
+
+    def _stage(self) -> tuple[str, OSError | None]:
+        try:
+            return protocol.stage(self.path, self.value), None
+        except OSError as error:
+            return "", error
 
     def under_way(self, action: str, step: str) -> None:
         """Leave word of what comes next: whoever finds this process dead or stuck can say in which step."""
         self.show(under_way={"action": action, "step": step})
 
+    @spare.lent()
     def show(self, **fields: Any) -> None:
         """Change fields without a line in the history. Best effort."""
         self.value.update(fields)
@@ -54,12 +76,12 @@ class Status:
     def retry(self) -> None:
         """What a full disk kept from being published is published as soon as it can be."""
         if self.pending:
-            try:
+            with contextlib.suppress(OSError), spare.lent():
                 protocol.write_json(self.path, self.value)
                 self.pending = False
-            except OSError:
-                pass
 
 
-def _brief(last: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: last[key] for key in ("action", "ok", "error", "seconds", "requests")} if last else {}
+def brief(last: dict[str, Any] | None) -> dict[str, Any]:
+    """An outcome as the history has it."""
+    names = ("action", "ok", "error", "seconds", "requests", "note")
+    return {name: last[name] for name in names if name in last} if last else {}

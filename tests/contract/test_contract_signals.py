@@ -9,9 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from contract_harness import Engine, Status, until
@@ -161,10 +160,14 @@ def test_commands_at_once_have_one_outcome_each(shared: Engine) -> None:
     shared.restore()
 
 
-def _note(engine: Engine) -> dict[str, Any]:
-    """``last`` of a request that changed nothing. The status is written after the line in the history."""
-    last: dict[str, Any] = engine.when(lambda status: "note" in (status["last"] or {}))["last"]
-    return last
+def _told(engine: Engine, note: str, requests: Sequence[str] = ()) -> None:
+    """What a request is told that changes nothing, and where: the last real action stays what it was."""
+    before = engine.status()["last"]
+    found = engine.when(
+        lambda s: s["ignored"] and note in s["ignored"]["note"] and s["ignored"]["requests"] == list(requests)
+    )
+    assert found["ignored"]["ok"] is True
+    assert found["last"] == before
 
 
 def test_many_are_one(shared: Engine) -> None:
@@ -178,7 +181,7 @@ def test_many_are_one(shared: Engine) -> None:
     assert found["state"] == "prepared"
     shared.noted(lambda: shared.signal(USR1), "prepare ignored")
     assert shared.generation() == before + 1
-    assert _note(shared)["note"] == "already prepared"
+    _told(shared, "already prepared")
     shared.restore()
 
 
@@ -186,9 +189,24 @@ def test_restore_without_prepare_is_a_logged_no_op(shared: Engine) -> None:
     before = shared.generation()
     noted = shared.noted(lambda: shared.signal(USR2), "restore ignored")
     assert noted["ok"] is True
-    assert "nothing to restore" in _note(shared)["note"]
+    _told(shared, "nothing to restore: serving")
     assert shared.generation() == before
     until(lambda: "nvsnap: restore: nothing to restore" in shared.output())
+
+
+def test_a_storm_is_said_once(shared: Engine) -> None:
+    """An agent that sends its signal again and again: neither history nor log grow with it."""
+    shared.prepare()
+    shared.restore()
+    before, said = len(shared.events()), len(shared.output())
+    shared.noted(lambda: shared.signal(USR2), "restore ignored")
+    for _ in range(50):
+        shared.signal(USR2, shared.leader)
+        time.sleep(0.002)
+    shared.noted(lambda: shared.place("restore", '{"id": "with a name"}'), "restore ignored")
+    _told(shared, "nothing to restore", ["with a name"])
+    assert [event["requests"] for event in shared.events()[before:]] == [[], ["with a name"]]
+    assert shared.output()[said:].count("nothing to restore") == 1
 
 
 def test_restore_during_a_prepare_waits_and_undoes_it(shared: Engine) -> None:
@@ -418,7 +436,10 @@ def test_agent_nvsnap_restores_on_evidence_only(start: Start) -> None:
     engine.prepare()
     ignored = "restore signal without evidence: ignored"
     assert engine.noted(lambda: engine.signal(USR2), ignored)
-    assert engine.noted(lambda: engine.signal(USR2, engine.leader), ignored)
+    for _ in range(20):
+        engine.signal(USR2, engine.leader)
+    engine.noted(lambda: engine.place("prepare", '{"id": "later"}'), "prepare ignored")
+    assert [event["event"] for event in engine.events()].count(ignored) == 1, "the same is said once"
     assert (engine.status()["state"], engine.generation()) == ("prepared", 1)
     found = engine.act("restore", lambda: engine.metadata.write_text('{"incarnation": "new"}'))
     assert (found["state"], found["mode"]) == ("serving", "restored")
@@ -459,12 +480,12 @@ def test_a_repeated_request_is_answered_by_id(shared: Engine) -> None:
     shared.prepare()
     generation = shared.generation()
     shared.noted(lambda: shared.place("prepare", '{"id": "again"}'), "prepare ignored")
-    last = _note(shared)
-    assert (last["ok"], last["requests"], last["note"]) == (True, ["again"], "already prepared")
+    _told(shared, "already prepared", ["again"])
     assert shared.generation() == generation
     shared.restore()
     shared.noted(lambda: shared.place("restore", '{"id": "once more"}'), "restore ignored")
-    assert _note(shared)["requests"] == ["once more"]
+    _told(shared, "nothing to restore", ["once more"])
+    assert shared.status()["last"]["steps"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hooks_support import HOOKS, config, environment
 from nvsnap_hooks import procfs, protocol
+from nvsnap_hooks.deadline import Deadline
 from support import wait_until
 
 # Leads a session as the engine does: starts the guard, and members that do as they are told.
@@ -45,6 +46,7 @@ IDLE = "import sys; sys.stdin.read()"
 class Session:
     def __init__(self, control: Path, *members: str) -> None:
         self.control = control
+        self.armed = Deadline(str(control))  # locked by us, in the leader's place
         self.leader = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(LEADER), str(control), str(HOOKS), *map(textwrap.dedent, members)],
             env=environment(control),
@@ -57,12 +59,8 @@ class Session:
         self.guard, *self.members = json.loads(self.leader.stdout.readline())
         wait_until(lambda: "guard.py" in " ".join(procfs.command(self.guard)))
 
-    def deadline(self, seconds: float, armed: bool = True, **more: Any) -> None:
-        value = {"armed": armed, "action": "restore", "seconds": seconds, "exit_code": 74, **more}
-        state = {"prepare": protocol.PREPARING, "restore": protocol.RESTORING}[value["action"]]
-        status = {"state": state, "generation": more.get("generation", 0)}
-        protocol.write_json(self.control / protocol.STATUS_FILE, status)
-        protocol.write_json(self.control / protocol.DEADLINE_FILE, value)
+    def deadline(self, seconds: float, action: str = "restore", exit_code: int = 74) -> None:
+        self.armed.arm(action, seconds, exit_code)
 
     def read(self, name: str) -> dict[str, Any]:
         return protocol.read_json(self.control / name) or {}
@@ -81,6 +79,7 @@ class Session:
         return not any(procfs.alive(pid) for pid in (self.leader.pid, self.guard, *self.members))
 
     def close(self) -> None:
+        self.armed.disarm()
         for pid in (self.guard, *self.members):
             if procfs.alive(pid) and os.getsid(pid) == self.leader.pid:
                 os.kill(pid, signal.SIGKILL)
@@ -190,7 +189,6 @@ def test_a_freeze_does_not_use_up_a_deadline(sessions: list[Session], control: P
 def test_a_gap_is_noted_while_nothing_is_armed(sessions: list[Session], control: Path) -> None:
     """This is the evidence of a freeze for an agent whose signals are none."""
     session = begin(sessions, control)
-    session.deadline(0.1, armed=False)
     session.wait_ticking()
     for times in (1, 2):
         os.kill(session.guard, signal.SIGSTOP)
@@ -215,26 +213,39 @@ def test_another_guard_goes_on_counting(sessions: list[Session], control: Path) 
 def test_a_disarmed_deadline_passes(sessions: list[Session], control: Path) -> None:
     session = begin(sessions, control)
     session.deadline(1.0)
-    session.deadline(1.0, armed=False)
+    session.armed.disarm()
     with pytest.raises(subprocess.TimeoutExpired):
         session.leader.wait(1.8)
     assert procfs.alive(session.guard)
 
 
-@pytest.mark.parametrize("generation", [1, 2])
-def test_a_deadline_whose_time_is_up_is_not_forgotten(sessions: list[Session], control: Path, generation: int) -> None:
-    """On a full disk the small file may be there while the status is the one before: that of an earlier generation, or this one
-    as soon as there is room."""
+def test_a_deadline_counts_while_its_action_is_under_way(sessions: list[Session], control: Path) -> None:
+    """The file may lie there for good, where the disk is read-only since. Its time is not forgotten: "prepared" may turn out not
+    to be, and is undone then."""
     session = begin(sessions, control)
-    session.deadline(0.2, generation=2)
-    prepared = {"state": protocol.PREPARED, "generation": generation}
-    protocol.write_json(control / protocol.STATUS_FILE, prepared)
-    if generation == 2:
-        with pytest.raises(subprocess.TimeoutExpired):
-            session.leader.wait(0.8)
-        protocol.write_json(control / protocol.STATUS_FILE, {**prepared, "state": protocol.RESTORING})
+    session.deadline(0.2)
+    session.armed.let_go()
+    with pytest.raises(subprocess.TimeoutExpired):
+        session.leader.wait(0.8)
+    assert (control / protocol.DEADLINE_FILE).exists()
+    session.armed.hold()
     wait_until(session.ended, 10)
     assert session.read(protocol.VERDICT_FILE)["exit_code"] == 74
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_deadline(sessions: list[Session], control: Path) -> None:
+    session = begin(sessions, control)
+    session.deadline(0.3)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        session.armed.let_go()
+        with pytest.raises(subprocess.TimeoutExpired):
+            session.leader.wait(0.9)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_each_deadline_has_its_own_time(sessions: list[Session], control: Path) -> None:
@@ -252,6 +263,7 @@ def test_a_file_that_says_nothing_is_no_deadline_yet(sessions: list[Session], co
     session = begin(sessions, control)
     (control / "x").write_text(text)
     (control / "x").rename(control / protocol.DEADLINE_FILE)
+    session.armed.hold()
     if text == '{"armed": true}':
         wait_until(session.ended)  # armed without a time: over at once, never for ever
         assert session.read(protocol.VERDICT_FILE)["exit_code"] == 74
@@ -308,7 +320,7 @@ def test_nothing_is_open_between_ticks(sessions: list[Session], control: Path) -
 
 
 def test_the_control_thread_starts_a_guard_again(control: Path) -> None:
-    """A guard that somebody killed: found at the next prepare, and another one is there."""
+    """A guard that somebody killed: found when it is looked for, and another one is there."""
     code = """
         import json, os, signal, sys, time
         from nvsnap_hooks import control

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
 
 SLACK = 5.0  # seconds that a call may take on top of what the engine itself is given
+TICK = 0.1  # seconds of running time: in these a call's limit is counted, and a freeze does not use it up
+RPC_SECONDS = 86400.0  # for vLLM's own limit, which goes by the clock (0.32.0, MultiprocExecutor.collective_rpc)
 AT_ONCE = 0.5  # seconds for an answer of a core that is at nothing long
 
 
@@ -185,14 +187,18 @@ class VllmEngine:
     ) -> dict[str, Any]:
         """One action of core.py; ``timeout`` in seconds. Raises EngineError with what the core, or a rank, said."""
         import asyncio
+        from concurrent.futures import wait
 
         assert self._loop is not None
         ask = getattr(self._llm.engine_core, versions.attribute("utility_call"))
         future = asyncio.run_coroutine_threadsafe(ask(METHOD, action, options or {}), self._loop)
+        for _ in range(round((timeout + slack) / TICK)):
+            if wait([future], TICK).done:
+                break
+        else:
+            raise EngineError(f"the engine core did not answer {action!r} within {timeout + slack:g} s", True)
         try:
-            report: dict[str, Any] = future.result(timeout + slack)
-        except TimeoutError:
-            raise EngineError(f"the engine core did not answer {action!r} within {timeout + slack:g} s", True) from None
+            report: dict[str, Any] = future.result()
         except Exception as error:
             raise EngineError(f"the engine core can't be reached: {type(error).__name__}: {error}", True) from None
         if not report["ok"] and "ranks" not in report:
@@ -232,12 +238,12 @@ class VllmEngine:
         self.call("hold", timeout)
 
     def on_ranks(self, action: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
-        report = self.call("ranks", timeout, {"action": action, "arguments": arguments, "timeout": timeout})
+        report = self.call("ranks", timeout, {"action": action, "arguments": arguments, "timeout": RPC_SECONDS}, 0)
         ranks: list[dict[str, Any]] = report["ranks"]
         return ranks
 
     def set_environment(self, env: dict[str, str | None], timeout: float) -> None:
-        report = self.call("environment", timeout, {"env": env, "timeout": timeout})
+        report = self.call("environment", timeout, {"env": env, "timeout": RPC_SECONDS}, 0)
         if not report["ok"]:
             raise EngineError("a rank did not take the new environment")
 
