@@ -36,6 +36,8 @@ _STALE_PATTERNS = (
 # What a tree that was dumped goes on with when it is restored.
 _OF_THE_TREE = (protocol.LEADER_FILE, protocol.DEADLINE_FILE, protocol.TICK_FILE, f"{protocol.PROCESSES_DIR}/*.json*")
 _FOLDERS = (protocol.PROCESSES_DIR, protocol.STACKS_DIR, protocol.RENDEZVOUS_DIR)
+# May be there before the first launcher, beside what has the name of a file of ours or of an agent's.
+_KNOWN = {*_FOLDERS, protocol.PREPARE, protocol.RESTORE, protocol.DUMP_LOCK, "lost+found"}
 _PROBE_BYTES = 16384
 
 
@@ -135,6 +137,7 @@ class ControlDirectory:
                     parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody else may put another one there
             self.path.mkdir(mode=0o700, exist_ok=True)
             check_owner(self.path)
+            self._refuse_one_of_another_kind()
             self._probe()
             for name in (protocol.PROCESSES_DIR, protocol.STACKS_DIR):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
@@ -145,6 +148,16 @@ class ControlDirectory:
             raise ControlDirectoryError(f"control directory {self.path}: {error.filename} is not a directory") from None
         except OSError as error:
             raise _unusable(self.path, error) from None
+
+    def _refuse_one_of_another_kind(self) -> None:
+        """A folder that no launcher has had, with files in it that neither we nor an agent would put there: /etc, say."""
+        names = {entry.name for entry in self.path.iterdir() if entry.is_dir() or entry.is_file()}
+        foreign = sorted(name for name in names if name not in _KNOWN and not name.startswith("."))
+        foreign = [name for name in foreign if not name.endswith((".json", ".jsonl", ".log", ".tmp"))]
+        if foreign and protocol.SUPERVISOR_LOCK not in names:
+            raise ControlDirectoryError(
+                f"{self.path} is no control directory: there is {foreign[0]} in it; name a folder inside it, which is then made"
+            )
 
     def _probe(self) -> None:
         """A full disk shows only when data is written."""

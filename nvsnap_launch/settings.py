@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from nvsnap_hooks import environment
+from nvsnap_hooks.guard import STACKS_SIGNAL
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -16,8 +20,14 @@ from nvsnap_launch.hooktree import protocol
 
 PREFIX = "NVSNAP_"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_NO_SETTINGS = {protocol.CONFIG_VARIABLE, "NVSNAP_WORK", "NVSNAP_PYTHON"}  # known, but of the hooks and tools
+# What a container platform sets for a service whose name begins like ours (NVSNAP_AGENT_SERVICE_HOST, NVSNAP_PORT_80_TCP):
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+_OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)\Z")
 
-Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[_Number, Field(ge=0, le=86400)]
+Deadline = Annotated[_Number, Field(ge=1, le=86400)]  # no engine does anything in less, and to pass it ends the server
 
 
 class SettingsError(UserError):
@@ -40,8 +50,8 @@ class Settings(BaseSettings):
     agent: Literal["signals", "nvsnap", "files"] = "signals"
     restore_metadata: str | None = None
     drain_s: Seconds = 30.0
-    prepare_timeout_s: Seconds = 120.0
-    restore_timeout_s: Seconds = 120.0
+    prepare_timeout_s: Deadline = 120.0
+    restore_timeout_s: Deadline = 120.0
     unverified: Literal["run", "refuse"] = "run"
     require_level: Literal["", "resolves", "cycles", "criu", "gpu"] = ""
     transports: Literal["on", "off"] = "on"
@@ -71,7 +81,12 @@ class Settings(BaseSettings):
     @field_validator("prepare_signal", "restore_signal", mode="before")
     @classmethod
     def _signal(cls, value: Any) -> int:
-        return signals.parse(str(value))
+        number = signals.parse(str(value))
+        if number == STACKS_SIGNAL:
+            raise ValueError(
+                f"{value!r} is the signal by which a stuck process is asked for its stacks; choose another"
+            )
+        return number
 
     @field_validator("env_allow", mode="before")
     @classmethod
@@ -80,6 +95,9 @@ class Settings(BaseSettings):
         for name in names:
             if name and not _NAME.match(name):
                 raise ValueError(f"{name!r} is not the name of an environment variable")
+        _, never = environment.split(dict.fromkeys(filter(None, names)), names)
+        if never:
+            raise ValueError(f"metadata may never set {', '.join(never)}")
         return tuple(name for name in names if name)
 
     @field_validator("stdio")
@@ -119,6 +137,18 @@ class Settings(BaseSettings):
             "recapture": self.recapture,
             "kv_cache": self.kv_cache,
         }
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str]:
+    """NVSNAP_* variables that are no setting, each with why it is said: mostly the setting that was meant."""
+    known = [name.upper() for name in Settings.model_fields]
+    found = {}
+    for name in sorted(set(names) - _NO_SETTINGS):
+        word = name.removeprefix(PREFIX)
+        if word not in (name, *known) and not _OF_A_SERVICE.match(name):
+            near = difflib.get_close_matches(word, known, 1)
+            found[name] = "no setting has this name, so it is ignored" + (f"; {PREFIX}{near[0]} has" if near else "")
+    return found
 
 
 def _sentence(error: ValidationError, flags: dict[str, Any]) -> str:

@@ -46,6 +46,23 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         ControlDirectory(tmp_path / "c" / "d").create()
 
 
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for name in ("passwd", "hosts"):
+        (tmp_path / name).touch()
+    with pytest.raises(ControlDirectoryError, match="is no control directory: there is hosts in it"):
+        ControlDirectory(tmp_path).create()
+    (tmp_path / "supervisor.lock").touch()  # it has been one before
+    ControlDirectory(tmp_path).create()
+
+
+def test_what_an_agent_puts_there_first_is_in_nobodys_way(tmp_path: Path) -> None:
+    for name in ("restore.json", "context.json", "leader.json", "prepare", "stdout.log", "..data", "x.tmp"):
+        (tmp_path / name).touch()
+    for name in ("processes", "rendezvous", "lost+found"):
+        (tmp_path / name).mkdir()
+    ControlDirectory(tmp_path).create()
+
+
 @as_root
 def test_one_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir(mode=0o700)

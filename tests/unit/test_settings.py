@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from nvsnap_launch import signals
 from nvsnap_launch.hooktree import protocol
-from nvsnap_launch.settings import Settings, SettingsError
+from nvsnap_launch.settings import Settings, SettingsError, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,12 @@ def test_signal_names(text: str, number: int) -> None:
         ("prepare_signal", "KILL", "'KILL' is not the name"),
         ("prepare_signal", "SIGTERM", "meaning of its own"),
         ("prepare_signal", "999", "'999' is not the name"),
+        ("prepare_signal", "STOP", "'STOP' is not the name"),
+        ("prepare_signal", "RTMIN+9", "asked for its stacks"),
+        ("restore_signal", str(signal.SIGRTMIN + 9), "asked for its stacks"),
         ("prepare_signal", "USR2", "must differ"),
+        ("prepare_timeout_s", "0", "greater than or equal to 1"),
+        ("restore_timeout_s", "0.01", "greater than or equal to 1"),
         ("drain_s", "soon", "'soon'"),
         ("drain_s", "-1", "greater than or equal to 0"),
         ("grace_s", "nan", "finite"),
@@ -68,6 +74,7 @@ def test_signal_names(text: str, number: int) -> None:
         ("recapture", "on", "'background', 'blocking' or 'off'"),
         ("kv_cache", "drop", "'release' or 'keep'"),
         ("env_allow", "POD_IP,A=B", "'A=B' is not the name of an environment variable"),
+        ("env_allow", "LD_PRELOAD,MINE,PATH", "may never set LD_PRELOAD, PATH"),
     ],
 )
 def test_a_bad_value_is_one_sentence_that_names_the_setting(flag: str, value: str, words: str) -> None:
@@ -82,6 +89,21 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSNAP_RESTORE_TIMEOUT_S", "x")
     with pytest.raises(SettingsError, match="NVSNAP_RESTORE_TIMEOUT_S"):
         Settings.load()
+
+
+def test_a_misspelt_variable_is_named_and_those_of_a_service_are_not() -> None:
+    given = (
+        "NVSNAP_DRIAN_S NVSNAP_PREPARE_SIGNALS NVSNAP_ZZZ NVSNAP_CRIU NVSNAP_DRAIN_S NVSNAP_HOOKS_CONFIG HOME".split()
+    )
+    of_services = (
+        "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT PORT_80_TCP PORT_80_TCP_ADDR PORT_80_TCP_PROTO".split()
+    )
+    services = [f"NVSNAP{between}_{name}" for between in ("", "_AGENT") for name in of_services]
+    found = unknown_variables([*given, *services])
+    assert list(found) == ["NVSNAP_DRIAN_S", "NVSNAP_PREPARE_SIGNALS", "NVSNAP_ZZZ"]
+    assert ["; NVSNAP_DRAIN_S has", "; NVSNAP_PREPARE_SIGNAL has", ""] == [
+        text.removeprefix("no setting has this name, so it is ignored") for text in found.values()
+    ]
 
 
 def test_names_that_metadata_may_set(monkeypatch: pytest.MonkeyPatch) -> None:
