@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from . import guard, procfs, protocol, spare, stacks
+from . import guard, procfs, protocol, stacks
 from .machine import Fatal, Machine, end_tree, leave_verdict
 from .protocol import say
 
@@ -64,7 +64,6 @@ class Control:
         self._next_look = self._next_chunk = 0.0
 
     def start(self) -> None:
-        spare.keep()
         stacks.requests_are_taken()
         self._end_if_abandoned()
         self._launcher.died()  # who it is, while it lives
@@ -83,7 +82,6 @@ class Control:
             guard.abandon(self.config["control_dir"], pid)
             os._exit(guard.KILLED)
 
-    @spare.lent()
     def _announce(self) -> None:
         leader = {
             "pid": self.pid,
@@ -95,7 +93,6 @@ class Control:
         }
         protocol.write_json(os.path.join(self.config["control_dir"], protocol.LEADER_FILE), leader)
 
-    @spare.lent()
     def ensure_guard(self) -> bool:
         """A live guard, started again if somebody killed it."""
         if self._guard is not None and self._guard.poll() is None:
@@ -103,7 +100,7 @@ class Control:
         path = os.path.join(os.path.dirname(__file__), "guard.py")
         try:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", path, self.config["control_dir"], str(self.pid)],
+                [sys.executable, "-I", "-S", path, self.config["control_dir"], str(self.pid), str(self._launcher.pid)],
                 stdin=subprocess.DEVNULL,
                 close_fds=True,
             )
@@ -118,10 +115,9 @@ class Control:
         self._next_look = time.monotonic() + GUARD_LOOK
         if self._guard is not None and self._guard.poll() is None:
             return
-        with spare.lent():
-            if self._launcher.died():
-                guard.abandon(self.config["control_dir"], self._launcher.pid)
-                os._exit(guard.KILLED)
+        if self._launcher.died():
+            guard.abandon(self.config["control_dir"], self._launcher.pid)
+            os._exit(guard.KILLED)
         self.ensure_guard()
         with contextlib.suppress(OSError):
             self._announce()
@@ -141,7 +137,6 @@ class Control:
             self._end(Fatal(protocol.EXIT_BUG, f"our own fault: {type(error).__name__}: {error}"))
 
     def _end(self, fatal: Fatal) -> None:
-        spare.give_up()
         control_dir = self.config["control_dir"]
         told = fatal
         with contextlib.suppress(Exception):
@@ -154,7 +149,6 @@ class Control:
 
     def _turn(self) -> None:
         signalled = self._wait(self._tick())
-        spare.replenish()
         self.machine.status.retry()
         self._look_after_guard()
         if self.machine.state == protocol.STARTING:
@@ -233,11 +227,14 @@ class Control:
             owner = os.stat(self.config["control_dir"]).st_uid
         except OSError:
             return None
-        with spare.lent():
-            supervisor = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
-            if supervisor.get("cookie", self.config["cookie"]) != self.config["cookie"]:
-                return None  # another launcher has the directory now: the request is for its engine
-            value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            return None  # no descriptor left to read it with: later
+        supervisor = protocol.read_json(os.path.join(self.config["control_dir"], protocol.SUPERVISOR_FILE)) or {}
+        if supervisor.get("cookie", self.config["cookie"]) != self.config["cookie"]:
+            return None  # another launcher has the directory now: the request is for its engine
+        value = protocol.read_json(path) if found.st_uid in (owner, 0) else None
         try:
             os.unlink(path)
         except OSError as error:

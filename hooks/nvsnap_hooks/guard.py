@@ -1,8 +1,9 @@
 """A tiny process of its own in the engine's session: it holds the others to their deadlines, also after a restore.
 
-Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID``. It stands alone: no import from the package, nothing
-open between ticks. It counts ticks of running time, so that a freeze does not use up a deadline; the gap that a freeze leaves
-is noted in ``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict and ends the session.
+Started by the leader as ``python -I -S guard.py CONTROL_DIR LEADER_PID LAUNCHER_PID`` (0: not known). It stands alone: no import
+from the package, nothing open between ticks. It counts ticks of running time, so that a freeze does not use up a deadline; the
+gap that a freeze leaves is noted in ``guard.json``. At a missed deadline it has each process write its stacks, leaves a verdict
+and ends the session.
 It ends it as well when the launcher was killed: nobody else would.
 """
 
@@ -102,18 +103,22 @@ def kill_session() -> None:
 
 
 def fields(pid: int) -> list[bytes]:
-    """proc(5) stat from the state letter on; empty when there is no such process."""
+    """proc(5) stat from the state letter on; empty when there is no such process. Raises OSError where nothing can be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             found = file.read()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return found[found.rfind(b")") + 1 :].split()
 
 
 def ended(pid: int) -> bool:
-    """True as well for one on its way out, or a zombie. Its files close before it is one: PF_EXITING (linux/sched.h)."""
-    found = fields(pid)
+    """True as well for one on its way out, or a zombie. Its files close before it is one: PF_EXITING (linux/sched.h). False where
+    that can't be seen."""
+    try:
+        found = fields(pid)
+    except OSError:
+        return False
     return len(found) < 20 or found[0] in (b"Z", b"X") or bool(int(found[6]) & 4)
 
 
@@ -230,14 +235,17 @@ def expire(control: str, deadline: dict[str, object]) -> None:
 class Launcher:
     """Whoever supervises us, as long as it is above us in the tree. It takes in our orphans, so only its death moves us away."""
 
-    def __init__(self, control: str) -> None:
+    def __init__(self, control: str, pid: int = 0) -> None:
         self._path = os.path.join(control, "supervisor.json")
-        self.pid = 0
-        self._born: bytes | None = None
+        self.pid = pid  # 0: found at the first look
+        self._born = fields(os.getpid())[19] if pid else b""
 
     def died(self) -> bool:
         """After a restore nobody did: this is another process then, below another launcher or none."""
-        born, above = fields(os.getpid())[19], self._above()
+        try:
+            born, above = fields(os.getpid())[19], self._above()
+        except OSError:
+            return False
         if self.pid and born == self._born:
             return self.pid not in above and ended(self.pid)  # one between us may have ended while we looked
         told = read(self._path)
@@ -264,7 +272,7 @@ def abandon(control: str, launcher: int) -> None:
     write(path, {**read(path), **end})
 
 
-def main(control: str, leader: int) -> None:
+def main(control: str, leader: int, above: int = 0) -> None:
     path = os.path.join(control, "deadline.json")
     seen: tuple[int, int] | None = None
     deadline: dict[str, object] = {}
@@ -272,8 +280,9 @@ def main(control: str, leader: int) -> None:
     counted = read(os.path.join(control, "guard.json")).get("frozen")
     frozen = counted if isinstance(counted, int) else 0  # goes on where a guard before this one stopped
     last = time.time()
-    launcher, ticks = Launcher(control), 0
-    launcher.died()  # who it is, while it lives
+    launcher, ticks = Launcher(control, above), 0
+    if not above:
+        launcher.died()  # who it is, while it lives
     while os.getppid() == leader:
         time.sleep(TICK)
         while pending := signal.sigpending():  # blocked here, and meant for the leader: it would be in every snapshot
@@ -304,4 +313,4 @@ def main(control: str, leader: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

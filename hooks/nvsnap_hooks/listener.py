@@ -7,6 +7,8 @@ import socket
 import stat
 import struct
 
+from . import protocol
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,7 +28,10 @@ def closed() -> set[int]:
 
 
 def silent() -> list[str]:
-    """Listening TCP addresses that do not take a connection, in words. Empty where all answer."""
+    """Listening TCP addresses that do not take a connection, in words. Empty where all answer.
+
+    As all looks here, it takes a descriptor or two, and raises OSError where there is none.
+    """
     wrong = []
     for descriptor, sock in _streams():
         if sock.family not in _INET or not _listens(sock):
@@ -36,6 +41,8 @@ def silent() -> list[str]:
             with socket.create_connection((_reachable(host), port), _REMOTE_WAIT):
                 pass
         except OSError as error:
+            if error.errno in protocol.USED_UP:
+                raise
             wrong.append(f"the listener on {host}:{port} (fd {descriptor}) does not answer: {error}")
     return wrong
 
@@ -84,5 +91,6 @@ def _streams() -> Iterator[tuple[int, socket.socket]]:
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.type == socket.SOCK_STREAM and sock.family in (*_INET, socket.AF_UNIX):
                     yield int(name), sock
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in protocol.USED_UP:
+                raise

@@ -22,7 +22,6 @@ from . import (
     registry,
     rendezvous,
     residue,
-    spare,
     stacks,
 )
 from .deadline import Deadline
@@ -31,7 +30,7 @@ from .status import Status, brief
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     Reports = list[dict[str, Any]]
@@ -103,7 +102,6 @@ class Machine:
             held = getattr(error, "residue", None)
             self._end(protocol.PREPARE, protocol.SERVING, requests, started, reason, residue=held)
 
-    @spare.lent()
     def _check_before(self) -> None:
         """All that can be known without touching anything."""
         self.status.under_way(self._action, "preconditions")
@@ -136,7 +134,6 @@ class Machine:
         self.graphs.drop()
         self._step("audit", self._audit)
 
-    @spare.lent()
     def _audit(self) -> None:
         pids = coverage.tree()
         found = residue.of_tree(pids, self.config.get("io_uring") == "allow")
@@ -145,6 +142,7 @@ class Machine:
             found.setdefault(os.getpid(), []).extend(clients)
         if found:
             raise Refused(_describe(found), found)
+        self.engine.still_there(self._prepare_seconds)
 
     def _undo(self, cause: BaseException, why: str) -> None:
         """Back to serving on all ranks, whatever was done so far. What can't be undone is fatal."""
@@ -164,13 +162,14 @@ class Machine:
         if self._under is None or not self._under.file_changed(self.config["metadata"]):
             return False
         try:
-            with spare.lent():
-                found = metadata.read(self.config["metadata"])
+            found = metadata.read(self.config["metadata"])
+        except metadata.Unreadable:
+            self._under.forget_file()
+            return False
         except metadata.MetadataError:
             return True
         return found is not None and found.incarnation != self._under.incarnation
 
-    @spare.lent()
     def evidence(self) -> list[str]:
         """What shows that this process was thawed, apart from any signal."""
         return self._under.changes(self.control_dir) if self._under is not None else []
@@ -208,13 +207,13 @@ class Machine:
         self._rebuild(timeout)
         if restored:
             closed = self._under.closed
-            with spare.lent():
+            with _as_far_as_can_be_seen():
                 self._step("settle connections", lambda: {"left": self.engine.settle(SETTLE, closed)})
-        self._step("listener", self._check_listener)
+        with _as_far_as_can_be_seen():
+            self._step("listener", self._check_listener)
         self._step("open admission", lambda: self.engine.open_admission(timeout))
         return restored
 
-    @spare.lent()
     def _refresh_identity(self, timeout: float) -> dict[str, Any]:
         """Take the new environment if the metadata is another's. Returns the incarnation if it is new, and ignored names."""
         assert self._under is not None
@@ -234,13 +233,11 @@ class Machine:
         return {"incarnation": found.incarnation, "set": sorted(env), "ignored": refused}
 
     @staticmethod
-    @spare.lent()
     def _check_environment() -> None:
         wrong = environment.stale()
         if wrong:
             raise Refused("; ".join(wrong))
 
-    @spare.lent()
     def _check_listener(self) -> None:
         wrong = listener.silent()
         if wrong:
@@ -268,7 +265,7 @@ class Machine:
             return
         self.graphs.idle = core["idle"]
         self._action, self._steps = protocol.RECAPTURE, []
-        self._arm_stacks()
+        stacks.arm(self.control_dir)
         with contextlib.suppress(Refused):  # without the guard there is still the time limit of the call
             self._watch(protocol.RECAPTURE, protocol.EXIT_RESTORE_FAILED)
         try:
@@ -305,12 +302,10 @@ class Machine:
 
     def _rebuild(self, timeout: float) -> None:
         """Rendezvous by a fresh file: never the old store, never an address, never the old names."""
-        with spare.lent():
-            folder = rendezvous.new_folder(self.control_dir)
+        folder = rendezvous.new_folder(self.control_dir)
         token = os.urandom(8).hex()
         ranks = self._on_ranks("reacquire", timeout, init_method=f"file://{folder}/{token}", token=token)
-        with spare.lent():
-            rendezvous.settle(any(rank.get("met") for rank in ranks))
+        rendezvous.settle(any(rank.get("met") for rank in ranks))
         self.graphs.begin()
         self._recapture_before_serving(timeout)
 
@@ -367,16 +362,12 @@ class Machine:
         under_way = self.status.value["under_way"]
         return f"{under_way['step'] + ': ' if under_way else ''}{type(error).__name__}: {error}"
 
-    @spare.lent()
-    def _arm_stacks(self) -> None:
-        stacks.arm(self.control_dir)
-
     # -- what is published ------------------------------------------------------------------------
 
     def _begin(self, action: str, state: str) -> float:
         self._action, self._steps = action, []
         self._noted.clear()
-        self._arm_stacks()
+        stacks.arm(self.control_dir)
         self.status.value["generation"] += 1
         self._publish(state, state=state, under_way={"action": action, "step": "begin"})
         return time.monotonic()
@@ -424,7 +415,7 @@ class Machine:
             self.status.update(protocol.PREPARE, before_last=self._deadline.let_go, **fields)
         except OSError as error:
             self.status.value = before
-            with contextlib.suppress(OSError), spare.lent():
+            with contextlib.suppress(OSError):
                 self._deadline.hold()
             raise Refused(f"the control directory can't be written: {error}") from error
 
@@ -455,8 +446,10 @@ class Machine:
         self._publish_processes([])
         self._publish(protocol.SERVING, state=protocol.SERVING)
 
-    @spare.lent()
     def _publish_processes(self, ranks: Reports, residue: dict[int, list[str]] | None = None) -> None:
+        records = coverage.records(self.config)
+        if not records:  # it can't be looked at: not even our own is there
+            return
         held = {rank["pid"]: rank["residue"] for rank in ranks}
         held.update(residue or {})
         self.status.value["processes"] = [
@@ -467,12 +460,11 @@ class Machine:
                 "patched": not registry.faults(record),
                 "residue": list(held.get(pid, ())),
             }
-            for pid, record in sorted(coverage.records(self.config).items())
+            for pid, record in sorted(records.items())
         ]
 
     # -- deadlines --------------------------------------------------------------------------------
 
-    @spare.lent()
     def _watch(self, action: str, exit_code: int) -> None:
         """From here on the guard ends what hangs."""
         if not self._ensure_guard():
@@ -481,6 +473,17 @@ class Machine:
             self._deadline.arm(action, self.status.value["deadlines"][action], exit_code)
         except OSError as error:
             raise Refused(f"the deadline can't be written to the control directory: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _as_far_as_can_be_seen() -> Iterator[None]:
+    """Clients that wait may have used up all descriptors. What can't be looked at then is no reason to end."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in protocol.USED_UP:
+            raise
+        protocol.say(f"not looked at: {error.strerror}")
 
 
 class Fatal(Exception):
@@ -509,6 +512,9 @@ class _Circumstances:
         changed = found != self._signature
         self._signature = found
         return changed
+
+    def forget_file(self) -> None:
+        self._signature = None
 
     def is_another_process(self) -> bool:
         """CRIU starts each process anew: its start time, or its PID namespace, is another than when it was prepared."""

@@ -14,6 +14,8 @@ import os
 import stat
 import time
 
+from . import protocol
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -30,6 +32,10 @@ class HalfWritten(MetadataError):
     """The file does not parse (yet): whoever writes it may not be done."""
 
 
+class Unreadable(MetadataError):
+    """There is no descriptor to read it with (yet): clients that wait may have used up all."""
+
+
 class Metadata:
     def __init__(self, incarnation: str, snapshot: str | None, env: dict[str, str | None]) -> None:
         self.incarnation = incarnation
@@ -40,11 +46,13 @@ class Metadata:
 def read(path: str) -> Metadata | None:
     """The metadata, None where there is no file. Raises MetadataError."""
     try:
+        os.stat(path)  # takes no descriptor
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise MetadataError(f"{path} can't be read: {error.strerror}") from None
+        kind = Unreadable if error.errno in protocol.USED_UP else MetadataError
+        raise kind(f"{path} can't be read: {error.strerror}") from None
     try:
         return _parse(path, _content(path, descriptor))
     finally:
@@ -52,12 +60,12 @@ def read(path: str) -> Metadata | None:
 
 
 def read_until(path: str, seconds: float, interval: float = 0.1) -> Metadata | None:
-    """As ``read``, but a half-written file is read again for so many seconds."""
+    """As ``read``, but what may be another matter a moment later is read again for so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             return read(path)
-        except HalfWritten:
+        except (HalfWritten, Unreadable):
             if time.monotonic() >= deadline:
                 raise
         time.sleep(interval)

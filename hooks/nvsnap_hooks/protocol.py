@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 SIZE_LIMIT = 1 << 20  # bytes of a control file
+USED_UP = (errno.EMFILE, errno.ENFILE)  # no descriptor left, of the process or the host
 
 STARTING = "starting"
 SERVING = "serving"

@@ -8,6 +8,10 @@ import tempfile
 
 from . import protocol
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PROBE_BYTES = 1 << 16
 
 _used: str | None = None  # where the ranks met last: a group made later meets there, too
@@ -23,13 +27,19 @@ def new_folder(control_dir: str) -> str:
     _remove(_offered)
     _offered = None
     failure: OSError | None = None
-    for parent in (os.path.join(control_dir, protocol.RENDEZVOUS_DIR), tempfile.gettempdir(), "/dev/shm"):
+    for parent in _parents(control_dir):
         try:
             _offered = _try(parent)
             return _offered
         except OSError as error:
             failure = failure or error
     raise failure or OSError("no folder for the rendezvous")
+
+
+def _parents(control_dir: str) -> Iterator[str]:
+    yield os.path.join(control_dir, protocol.RENDEZVOUS_DIR)
+    yield tempfile.gettempdir()  # the first time it looks where it can write, which takes a descriptor
+    yield "/dev/shm"
 
 
 def settle(met: bool) -> None:
@@ -52,7 +62,9 @@ def _try(parent: str) -> str:
         with open(os.path.join(folder, "room"), "wb") as file:
             file.write(b"\1" * PROBE_BYTES)
         os.unlink(os.path.join(folder, "room"))
-    except OSError:
+    except OSError as error:
+        if error.errno in protocol.USED_UP:
+            return folder  # that is the ranks' to write to, and they have descriptors left
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from . import protocol, spare
+from . import protocol
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Status:
     def state(self) -> str:
         return str(self.value["state"])
 
-    @spare.lent()
     def update(
         self,
         event: str,
@@ -66,7 +65,6 @@ class Status:
         """Leave word of what comes next: whoever finds this process dead or stuck can say in which step."""
         self.show(under_way={"action": action, "step": step})
 
-    @spare.lent()
     def show(self, **fields: Any) -> None:
         """Change fields without a line in the history. Best effort."""
         self.value.update(fields)
@@ -76,7 +74,7 @@ class Status:
     def retry(self) -> None:
         """What a full disk kept from being published is published as soon as it can be."""
         if self.pending:
-            with contextlib.suppress(OSError), spare.lent():
+            with contextlib.suppress(OSError):
                 protocol.write_json(self.path, self.value)
                 self.pending = False
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +83,7 @@ def test_a_guard_that_was_killed_is_started_again(shared: Engine, state: str) ->
     shared.signal(signal.SIGKILL, guards[0])
     until(lambda: not procfs.alive(guards[0]))
     if state == "serving":
+        until(lambda: len(_guards(shared)) == 1 and shared.read("leader.json")["guard_pid"] == _guards(shared)[0])
         shared.prepare()
         assert len(_guards(shared)) == 1
     shared.restore()
@@ -113,10 +118,10 @@ def test_a_shape_that_is_not_covered(start: Start) -> None:
     engine.answers(ranks=1)
 
 
-def _on_a_small_disk(start: Start, *options: str) -> Engine:
+def _on_a_small_disk(start: Start, *options: str, **variables: str) -> Engine:
     mount = 'mkdir -p "$NVSNAP_CONTROL_DIR" && mount -t tmpfs -o size=512k,mode=0700 none "$NVSNAP_CONTROL_DIR" && exec "$@"'
     prefix = ("unshare", "-m", "sh", "-c", mount, "sh")
-    engine = start(ranks=1, options=("--stdio", "inherit", *options), prefix=prefix)
+    engine = start(ranks=1, options=("--stdio", "inherit", *options), prefix=prefix, **variables)
     engine.control = Path(f"/proc/{engine.pid}/root{engine.control}")
     return engine.serving()
 
@@ -161,6 +166,103 @@ def test_a_disk_that_fills_up_meanwhile(start: Start) -> None:
     assert len(long.result()["tokens"]) == 80
     filler.unlink()
     assert engine.state("serving")["last"]["ok"] is False
+    assert not [event for event in engine.events() if event["event"] == "prepare" and event["ok"]], "it never was true"
+    engine.answers(ranks=1)
+
+
+def _read_only(engine: Engine) -> None:
+    """What a file system does to itself after an error: those that are open for writing do not keep it from that."""
+    there = str(engine.control).removeprefix(f"/proc/{engine.pid}/root")
+    remount = f"mount --bind {there} {there} && mount -o remount,bind,ro {there}"
+    subprocess.run(["nsenter", "-t", str(engine.pid), "-m", "sh", "-c", remount], check=True)
+    with pytest.raises(OSError, match="Read-only"):
+        (engine.control / "x").touch()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
+@pytest.mark.parametrize(
+    "action", ["restore", *(pytest.param(action, marks=pytest.mark.faults) for action in ("prepare", "recapture"))]
+)
+def test_a_disk_that_becomes_read_only_meanwhile(start: Start, action: str) -> None:
+    """It ends well, and neither the deadline can be taken away nor the status be written: no reason to end it."""
+    slow = {"STANDIN_GRAPHS": "1", "STANDIN_GRAPH_SECONDS": "1.2"}
+    graphs = (
+        {} if action == "prepare" else {**slow, "NVSNAP_RECAPTURE": "blocking" if action == "restore" else "background"}
+    )
+    limits = ("--drain-s", "1", "--prepare-timeout-s", "1", "--restore-timeout-s", "2")
+    engine = _on_a_small_disk(start, *limits, **graphs)
+    if action == "prepare":
+        engine.answer("long", 500)
+        until(lambda: engine.counts()["started"] == 1)
+    else:
+        engine.prepare()
+    engine.signal(signal.SIGUSR1 if action == "prepare" else signal.SIGUSR2)
+    step = {"prepare": "drain", "restore": "recapture", "recapture": "recapture"}[action]
+    engine.when(lambda s: (s["under_way"] or {}).get("step") == step)
+    _read_only(engine)
+    over = time.monotonic() + 3 + 1
+    until(lambda: time.monotonic() > over)
+    assert engine.running(), engine.output()
+    assert (engine.control / "deadline.json").exists()
+    engine.answers(ranks=1)
+    said = (
+        "prepare refused, serving: the control directory can't be written" if action == "prepare" else "serving after"
+    )
+    assert said in engine.output()
+
+
+def test_a_control_directory_that_is_deleted(start: Start) -> None:
+    """The processes wrote themselves down there when they started. It serves on, and says what is the matter."""
+    engine = start(ranks=1).serving()
+    shutil.rmtree(engine.control)
+    engine.signal(signal.SIGUSR1)
+    until(lambda: "was deleted: only a new start helps" in engine.output())
+    engine.answers(ranks=1)
+    assert engine.stop() == 0
+
+
+# -- descriptors that run out -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded(start: Start) -> Iterator[tuple[Engine, Callable[[], None]]]:
+    """A server with few descriptors, and as many clients as will have them all: each with a request that is answered."""
+    engine = start(ranks=1, prefix=("prlimit", "--nofile=96:96"), env={"STANDIN_FAULT": ""}).serving()
+    clients: list[socket.socket] = []
+
+    def crowd() -> None:
+        body = json.dumps({"prompt": "p", "max_tokens": 3})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        for _ in range(120):
+            clients.append(socket.create_connection(("127.0.0.1", engine.port), 5))
+            clients[-1].sendall(f"{head}{body}".encode())
+        until(lambda: "Too many open files" in engine.output())
+
+    yield engine, crowd
+    for client in clients:
+        client.close()
+
+
+def test_restored_without_a_descriptor_left(crowded: tuple[Engine, Callable[[], None]]) -> None:
+    engine, crowd = crowded
+    engine.prepare()
+    crowd()
+    engine.signal(signal.SIGUSR2)
+    assert engine.state("serving")["last"]["ok"] is True, "published when there is one again"
+    engine.answers(ranks=1)
+
+
+def test_undone_without_a_descriptor_left(crowded: tuple[Engine, Callable[[], None]]) -> None:
+    engine, crowd = crowded
+    engine.answer("long", 60, stream=True)
+    until(lambda: engine.counts()["started"] == 1)
+    engine.signal(signal.SIGUSR1)
+    engine.when(lambda s: (s["under_way"] or {}).get("step") == "drain")
+    crowd()
+    found = engine.when(lambda s: s["state"] in ("serving", "prepared"))
+    assert "Too many open files" in (found["last"]["error"] or "Too many open files"), "or it was quicker"
+    if found["state"] == "prepared":
+        engine.restore()
     engine.answers(ranks=1)
 
 
@@ -301,6 +403,34 @@ def test_a_launcher_that_is_killed(fresh: Engine, state: str) -> None:
     assert status["exit"]["reason"] == f"the launcher (process {fresh.pid}) was killed: its engine was ended"
     assert status["snapshot_ready"] is False
     assert fresh.command("wait", "ready", "--timeout", "0").returncode == 1
+
+
+def test_a_guard_and_then_the_launcher_that_are_killed(fresh: Engine) -> None:
+    """As the kernel may choose them, one after the other, for want of memory."""
+    guard = _guards(fresh)[0]
+    fresh.signal(signal.SIGKILL, guard)
+    until(lambda: _guards(fresh) not in ([], [guard]))
+    fresh.note_tree()
+    fresh.signal(signal.SIGKILL)
+    until(lambda: not fresh.running() and not fresh.left())
+    until(lambda: fresh.status()["state"] == "failed")
+
+
+def test_a_launcher_and_its_guard_that_are_killed_at_once(fresh: Engine) -> None:
+    """The leader finds neither."""
+    guard = _guards(fresh)[0]
+    fresh.signal(signal.SIGSTOP)
+    for pid in (guard, fresh.pid):
+        fresh.signal(signal.SIGKILL, pid)
+    until(lambda: not fresh.running() and not fresh.left())
+    until(lambda: fresh.status()["state"] == "failed")
+
+
+def test_a_core_that_is_told_to_stop(fresh: Engine) -> None:
+    """By somebody who did not ask the launcher: the server then ends with 0, but not for any reason of its own."""
+    core = fresh.processes("core")[0]
+    fresh.signal(signal.SIGTERM, core)
+    assert f"process {core} (core rank 0) died" in _over(fresh, 1)
 
 
 def test_a_launcher_that_is_killed_while_the_engine_is_imported(start: Start) -> None:

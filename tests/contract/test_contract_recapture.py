@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,39 @@ def test_a_restore_in_the_middle_is_a_logged_no_op(start: Start) -> None:
     assert engine.status()["graphs"].startswith("recapturing ")
     _captured(engine)
     engine.answers()
+
+
+def test_signals_without_end_do_not_hold_it_up(start: Start) -> None:
+    """From an agent that sends its signal until it sees what it waits for."""
+    engine = start(ranks=1, STANDIN_GRAPHS="40", STANDIN_GRAPH_SECONDS="0.02").serving()
+    engine.prepare()
+    engine.restore()
+    deadline = time.monotonic() + 15
+    while engine.status()["graphs"] != "captured":
+        assert time.monotonic() < deadline, engine.status()["graphs"]
+        engine.signal(signal.SIGUSR2, engine.leader)
+        time.sleep(0.005)
+    engine.answers(ranks=1)
+
+
+@pytest.mark.faults
+def test_frozen_in_the_middle_of_a_chunk(start: Start) -> None:
+    """For longer than its time limit, which counts running time."""
+    engine = start(
+        ranks=1, options=("--restore-timeout-s", "2"), STANDIN_GRAPHS="4", STANDIN_GRAPH_SECONDS="0.6"
+    ).serving()
+    engine.prepare()
+    engine.restore()
+    engine.when(lambda s: (s["under_way"] or {}).get("step") == "recapture")
+    tree = [engine.pid, *engine.note_tree()]
+    for pid in tree:
+        engine.signal(signal.SIGSTOP, pid)
+    thaw = time.monotonic() + 4
+    until(lambda: time.monotonic() > thaw)
+    for pid in tree:
+        engine.signal(signal.SIGCONT, pid)
+    _captured(engine)
+    engine.answers(ranks=1)
 
 
 def test_after_a_restore_by_metadata(start: Start) -> None:

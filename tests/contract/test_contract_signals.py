@@ -96,6 +96,20 @@ def test_a_hundred_of_both(shared: Engine, to: str) -> None:
     assert shared.tree() == tree
 
 
+def test_what_was_sent_to_others_waits_for_nobody(shared: Engine) -> None:
+    """Blocked there, and taken by nobody: still waiting, it would be in every snapshot."""
+    shared.prepare()  # each knows by now what to do with it
+    shared.restore()
+    others = [pid for pid in shared.note_tree() if "resource_tracker" not in " ".join(procfs.command(pid))]
+    others.remove(shared.leader)
+    for pid in others:
+        shared.signal(USR1, pid)
+        shared.signal(USR2, pid)
+    shared.prepare()
+    until(lambda: not any(_mask(pid, "ShdPnd") for pid in others))
+    shared.restore()
+
+
 def _freeze(engine: Engine, pids: list[int]) -> None:
     """Stop them; each thread stops by itself, so wait for all."""
     for pid in pids:
