@@ -45,10 +45,12 @@ def _thawed() -> Iterator[None]:
 
 
 def _was_frozen() -> bool:
-    """To count takes 0.1 s in a worker, so what was once found is not asked again: it was frozen by us since, at the latest."""
+    """Has something been frozen since this module was imported? To count it would take 0.1 s in a worker: what is older than the
+    freeze is out of sight. Once it was, it was frozen by us since, at the latest."""
     global _frozen
-    _frozen = _frozen or gc.get_freeze_count() > 0
+    _frozen = _frozen or not any(found is _OLD for found in gc.get_objects())
     return _frozen
 
 
+_OLD: list[object] = []
 _frozen = False

@@ -76,7 +76,7 @@ FATAL = [
         *_cases("restore", "raise", "hang", "hang_gil", "kill", "term"),
     )
     if not (case.kind.startswith("hang") and case.where in UNWATCHED)
-    if not (case.kind == "term" and case.who not in RANKS)  # of the others it is an orderly stop
+    if not (case.kind == "term" and case.who == "leader")  # an orderly stop
 ]
 SLICE = {
     Case("prepare", "close", "hang", "core"),
@@ -221,7 +221,8 @@ def _is_explained(engine: Engine, case: Case, pid: int) -> None:
         assert f"planted at {case.where}" in reason
         assert case.who == "leader" or (name if case.who in RANKS else "engine core") in reason
     elif case.kind == "term":  # it may be on its way out still
-        assert f"{name}) died" in reason or f"{name}) has not done its part" in reason or f"{name} (" in reason, reason
+        words = (") died", ") has not done its part", ") was told to end", " (")
+        assert any(f"{name}{end}" in reason for end in words), reason
     elif case.kind == "kill":
         assert case.who == "leader" or f"{name}) died" in reason or f"process {pid} (" in reason, reason
     elif not case.where.startswith("publish"):

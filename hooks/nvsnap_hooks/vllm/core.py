@@ -39,6 +39,7 @@ def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
         if isinstance(error, TimeoutError):
             report["fatal"] = True  # vLLM's RPC is out of step now: the ranks can't be asked again
     stacks.disarm(gate.control_dir)
+    report["ending"] = not gate._core("core_is_running")  # told to end (SIGTERM), which it does after this
     return report
 
 

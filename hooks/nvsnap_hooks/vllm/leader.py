@@ -201,6 +201,8 @@ class VllmEngine:
             report: dict[str, Any] = future.result()
         except Exception as error:
             raise EngineError(f"the engine core can't be reached: {type(error).__name__}: {error}", True) from None
+        if report.get("ending"):
+            raise EngineError(f"the engine core (process {report['pid']}) was told to end", True)
         if not report["ok"] and "ranks" not in report:
             raise EngineError(f"engine core: {action}: {report['error']}", bool(report.get("fatal")))
         return report
@@ -211,6 +213,10 @@ class VllmEngine:
             return self.call("poll", 0, slack=AT_ONCE)
         except EngineError:
             return None
+
+    def still_there(self, timeout: float) -> None:
+        """Raises EngineError where the engine core ended, or was told to, since it was last asked."""
+        self.call("poll", timeout)
 
     def close_admission(self, timeout: float) -> dict[str, Any]:
         return self.call("close", timeout)
