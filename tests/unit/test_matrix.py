@@ -318,7 +318,7 @@ def test_a_row_takes_all_that_is_claimed(checkout: Path) -> None:
     readme_file = checkout / "README.md"
     old = [
         readme.Row("0.26.0", "", "", "resolves", "2026-01-01", versions.TABLE["0.26.0"].gpu),
-        readme.Row("0.32.0", "2.12.0", "0.6.0", "criu", "2026-01-01", ""),
+        readme.Row("0.32.0", "2.12.0", "0.6.0", "criu", "2026-01-01", versions.TABLE["0.32.0"].gpu),
     ]
     readme.write(readme_file, old, versions.TABLE)
     others = [row for row in readme.rows(readme_file.read_text()) if row not in old]

@@ -48,7 +48,7 @@ TABLE: dict[str, Entry] = {
     "0.29.0": Entry("criu", V0_23),
     "0.30.0": Entry("criu", V0_30),
     "0.31.0": Entry("criu", V0_30),
-    "0.32.0": Entry("criu", V0_30),
+    "0.32.0": Entry("criu", V0_30, gpu="2026-11-30"),
     "0.33.0": Entry("resolves", V0_33),
 }
 
