@@ -17,8 +17,11 @@ pytestmark = pytest.mark.engine
 LAB = """
     import json, sys, types
     import torch
+    from nvsnap_hooks.vllm import versions
     from nvsnap_hooks.vllm.kv_cache import KvCache
     from nvsnap_hooks.vllm.site import Site
+
+    versions.running = versions.TABLE["0.32.0"].targets
 
     class FullAttentionSpec: pass
     class SinkFullAttentionSpec: pass

@@ -146,7 +146,7 @@ def test_graphs_that_nobody_could_capture_again_are_an_obstacle(gpu: Gpu) -> Non
     own = {1: CUDAGraph()}  # as the Gemma 4 drafter has them
     own[1].capture_begin()
     graphs = Graphs()
-    assert graphs.obstacles(here) == ["1 graphs are held by something unknown, which could not capture them again"]
+    assert graphs.obstacles(here) == ["graphs held by something unknown, which could not capture them again: 1"]
     own[2] = own  # type: ignore[assignment]
     del own  # garbage is no obstacle
     assert graphs.obstacles(here) == []

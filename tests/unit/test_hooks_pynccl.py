@@ -129,7 +129,7 @@ def test_what_could_not_be_brought_back_is_found_first(wrapped: SimpleNamespace)
     assert part.obstacles(site) == []
 
     stranger = NCCLLibrary().ncclCommInitRank(2, None, 0)
-    assert part.obstacles(site) == ["1 NCCL communicators belong to no group"]
+    assert part.obstacles(site) == ["NCCL communicators that belong to no group: 1"]
     NCCLLibrary().ncclCommAbort(stranger)
     assert part.obstacles(site) == []
 
@@ -157,7 +157,7 @@ def test_multicast_is_refused_unless_it_is_off(monkeypatch: pytest.MonkeyPatch, 
 def test_one_that_was_made_unseen_is_refused() -> None:
     site, part = alone(), Pynccl()
     pynccl._live.clear()
-    assert part.obstacles(site) == ["1 NCCL communicators were made unseen"]
+    assert part.obstacles(site) == ["NCCL communicators that were made unseen: 1"]
 
 
 def test_one_that_vllm_turned_off_is_left_alone() -> None:

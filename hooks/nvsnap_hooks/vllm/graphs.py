@@ -80,7 +80,7 @@ class Graphs:
             collector.collect()  # some may be garbage
             unknown = _unknown(held)
         if unknown:
-            found.append(f"{unknown} graphs are held by something unknown, which could not capture them again")
+            found.append(f"graphs held by something unknown, which could not capture them again: {unknown}")
         return found
 
     def release(self, site: Site) -> dict[str, Any]:

@@ -7,8 +7,9 @@ mapped again at the same address. The content is gone either way: the core preem
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
+
+from . import versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from .site import Site
 
 RELEASE, KEEP = "release", "keep"
-_CUMEM = "vllm.device_allocator.cumem"
 _TAG = "kv_cache"  # of the sleep mode's allocations (vllm/v1/worker/gpu_worker.py, initialize_from_config)
 
 
@@ -58,7 +58,7 @@ class KvCache:
         allocations = _sleep_allocations(storages)
         for data in allocations:
             if not any(data is one for one in self._unmapped):  # of an attempt that got half way
-                sys.modules[_CUMEM].unmap_and_release(data.handle)
+                versions.load("sleep_memory").unmap_and_release(data.handle)
                 self._unmapped.append(data)
         if allocations:
             return
@@ -91,7 +91,7 @@ class KvCache:
 
     def _map_again(self) -> None:
         while self._unmapped:
-            sys.modules[_CUMEM].create_and_map(self._unmapped[-1].handle)
+            versions.load("sleep_memory").create_and_map(self._unmapped[-1].handle)
             self._unmapped.pop()
 
     def _count(self) -> dict[str, Any]:
@@ -105,8 +105,7 @@ class KvCache:
 def _sleep_allocations(storages: list[Any]) -> list[Any]:
     """The sleep mode's allocations that hold the cache; none where that mode is off. Up to vLLM 0.28 block tables and the like
     carry the same tag, and stay."""
-    allocator = getattr(sys.modules.get(_CUMEM), "CuMemAllocator", None)
-    instance = getattr(allocator, "instance", None)
+    instance = getattr(versions.loaded("sleep_allocator"), "instance", None)
     if instance is None:
         return []
     starts = [storage.data_ptr() for storage in storages]

@@ -60,8 +60,8 @@ class Pynccl(Communicators):
         return [
             *(["NCCL windows are in use (VLLM_USE_NCCL_SYMM_MEM)"] if getattr(windows, "_mem_pool", None) else ()),
             *([MULTICAST] if found and os.environ.get("NCCL_NVLS_ENABLE") != "0" else ()),
-            *([f"{len(foreign)} NCCL communicators belong to no group"] if foreign else ()),
-            *([f"{len(unseen)} NCCL communicators were made unseen"] if unseen else ()),
+            *([f"NCCL communicators that belong to no group: {len(foreign)}"] if foreign else ()),
+            *([f"NCCL communicators that were made unseen: {len(unseen)}"] if unseen else ()),
             *(f"{c.unique_name} was not made over its CPU group" for c, p in found if p.group is not c.cpu_group),
             *(f"{c.unique_name} is suspended" for c, p in found if getattr(p, "_suspended", False)),
         ]

@@ -38,7 +38,7 @@ class Recapture:
         self.graphs = graphs
         self._stream: Any = None
         self._unregistered = False  # custom all-reduce has found addresses in graphs that its peers don't know yet
-        self.spoiled = False  # custom all-reduce has found addresses in graphs that are gone: until it is made anew
+        self.spoiled = ""  # why custom all-reduce has found addresses in graphs that are gone: until it is made anew
         self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
     def count(self, site: Site) -> dict[str, int]:
@@ -55,9 +55,7 @@ class Recapture:
         """
         started = time.monotonic()
         if self.spoiled:
-            raise RuntimeError(
-                "after a capture that failed, custom all-reduce has to be made anew first: by a prepare and restore"
-            )
+            raise RuntimeError(f"{self.spoiled}; now custom all-reduce has to be made anew: by a prepare and restore")
         pieces = self._next(site, count)
         risk = live_state_at_risk(site) if pieces else None
         if risk and not fresh and has_requests(site.runner):
@@ -90,7 +88,7 @@ class Recapture:
         if error is None and last:
             error = _together(site, lambda: self.register(site))
         if error is not None:
-            self._give_up(site)
+            self._give_up(site, f"{type(error).__name__}: {error}")
             try:
                 raise error
             finally:
@@ -98,12 +96,12 @@ class Recapture:
         del self.graphs.pending[: len(pieces)]
         self.graphs.settle()
 
-    def _give_up(self, site: Site) -> None:
+    def _give_up(self, site: Site, why: str) -> None:
         """All eager: with graphs a rank pads its batches, which one without would not follow. What custom all-reduce found it
         must never register: ranks may have found different numbers, and each reads its peers' lists by its own."""
         self.graphs.make_eager()
         self._unregistered = False
-        self.spoiled = bool(_custom_all_reduces(site))
+        self.spoiled = why if _custom_all_reduces(site) else ""
         self.graphs.start_over(site)
 
     def _capture(self, site: Site, pieces: list[Piece], last: bool) -> None:
