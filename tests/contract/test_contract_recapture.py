@@ -123,6 +123,7 @@ def test_signals_without_end_do_not_hold_it_up(start: Start) -> None:
     engine = start(ranks=1, STANDIN_GRAPHS="40", STANDIN_GRAPH_SECONDS="0.02").serving()
     engine.prepare()
     engine.restore()
+    engine.answer("runs", 1000, stream=True)  # else there is no pause between two chunks
     deadline = time.monotonic() + 15
     while engine.status()["graphs"] != "captured":
         assert time.monotonic() < deadline, engine.status()["graphs"]

@@ -4,7 +4,7 @@ import os
 import time
 
 
-SECONDS = 0.005  # that the capture of one takes
+SECONDS = float(os.environ.get("STANDIN_GRAPH_SECONDS") or 0.005)  # that the capture of one takes
 
 TOTAL = int(os.environ.get("STANDIN_GRAPHS") or 0)
 
@@ -67,7 +67,10 @@ _graphs = Graphs()
 
 
 def capture(count):
-    time.sleep(SECONDS * count)
+    end = SECONDS * count
+    while end > 0:  # in running time: a freeze takes none of it
+        time.sleep(min(end, 0.05))
+        end -= 0.05
     _graphs.captured += count
 
 
