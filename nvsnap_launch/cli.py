@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
 import signal
 import sys
 import time
@@ -159,9 +162,19 @@ def run(command: tuple[str, ...], control_dir: str | None, **options: Any) -> in
     return _supervise(_load(control_dir, options), lambda settings, control: Supervisor(settings, control).run(command))
 
 
+def _mention(text: str) -> None:
+    """One line on stderr that nobody has to read: it waits for no reader, and a closed stream is no obstacle."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{PREFIX}{text}\n".encode(errors="backslashreplace"))
+
+
 def _supervise(settings: Settings, begin: Callable[[Settings, ControlDirectory], int]) -> int:
     from nvsnap_launch import controldir
+    from nvsnap_launch.settings import unknown_variables
 
+    for name, why in unknown_variables(os.environ).items():
+        _mention(f"{name}: {why}")
     try:
         return begin(settings, controldir.prepare(settings.control_dir))
     except OSError as error:
@@ -209,7 +222,7 @@ def _request(action: str, control_dir: str | None, timeout: float | None) -> Non
     from nvsnap_launch import client
 
     try:
-        last = client.request(_control(control_dir), action, timeout)
+        last = client.request(_control(control_dir), action, timeout, _complain)
     except client.RequestFailed as error:
         _fail(f"{action} failed: {error.reason}")
     if last.get("note"):
@@ -246,7 +259,9 @@ def restore(control_dir: str | None, timeout: float | None) -> None:
 @main.command()
 @_control_option
 @click.argument("state", type=click.Choice(["ready", "alive", "captured", *protocol.STATES]))
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="S", default=300.0, show_default=True)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="S", default=300.0, show_default=True, help="Seconds to wait."
+)
 def wait(control_dir: str | None, state: str, timeout: float) -> None:
     """Wait for a state. With --timeout 0 it is a probe: ready means serving; captured, with its CUDA graphs; alive, that whoever
     leads has not ended or failed."""
@@ -281,7 +296,12 @@ def doctor(command: tuple[str, ...], control_dir: str | None, **options: Any) ->
 
 @main.command()
 @_control_option
-@click.option("--pid", type=click.IntRange(min=1), help="This process and those below it; default the engine's tree.")
+@click.option(
+    "--pid",
+    type=click.IntRange(min=1),
+    metavar="PID",
+    help="This process and those below it; default the engine's tree.",
+)
 def audit(control_dir: str | None, pid: int | None) -> None:
     """List what each process of the engine holds that a checkpoint would choke on."""
     from nvsnap_launch import audit as inspection

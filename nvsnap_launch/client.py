@@ -7,7 +7,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nvsnap_launch import processes
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.errors import UserError
 from nvsnap_launch.hooktree import protocol
-from nvsnap_launch.report import leader_is_dead
+from nvsnap_launch.report import NO_ENGINE_YET, leader_is_dead
 
 READY, ALIVE = "ready", "alive"
 _OVER = (protocol.FAILED, protocol.ENDED)
@@ -39,11 +39,18 @@ class RequestFailed(UserError):
         self.last = last
 
 
-def request(control: ControlDirectory, action: str, timeout: float | None = None) -> dict[str, Any]:
+class _TooLate(RequestFailed):
+    """It was not finished in time."""
+
+
+def request(
+    control: ControlDirectory, action: str, timeout: float | None = None, tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Ask for ``prepare`` or ``restore`` and wait up to ``timeout`` seconds; returns ``last`` of status.json.
 
     None waits as long as the engine's own deadline, which status.json tells, and a little more. Raises RequestFailed:
-    refused, undone, nobody there, died meanwhile, or not answered in time.
+    refused, undone, nobody there, died meanwhile, or not answered in time. ``tell`` is given what a person should know
+    meanwhile.
     """
     seconds = _START_S if timeout is None else timeout
     if action == protocol.RESTORE and (control.status() or {}).get("state") == protocol.SERVING:
@@ -59,18 +66,30 @@ def request(control: ControlDirectory, action: str, timeout: float | None = None
     try:
         while True:
             status = control.status() or {}
-            last = status.get("last") or {}
-            answer = last if identity in (last.get("requests") or ()) else history.answer(identity)
+            answers = [status.get(name) or {} for name in ("last", "ignored")]
+            answer = next((one for one in answers if identity in (one.get("requests") or ())), history.answer(identity))
             if answer:
                 return _judge(answer, action)
             _stop_if_over(status)
+            if status.get("state") == protocol.STARTING and not watch.leader() and tell:
+                tell(f"{NO_ENGINE_YET}; waiting for one")
+                tell = None
             if not told and (own := _own_deadline(status, action)):
                 told = True
                 watch.limit(own + _SLACK_S)
             watch.pause(f"{action} was not finished")
+    except _TooLate as error:
+        raise _TooLate(f"{error.reason}; {_what_becomes_of_it(action, _withdraw(path, identity))}") from None
     except BaseException:
         _withdraw(path, identity)
         raise
+
+
+def _what_becomes_of_it(action: str, withdrawn: bool) -> str:
+    if withdrawn:
+        return "the request was withdrawn"
+    undo = ", and `nvsnap-launch restore` would undo it" if action == protocol.PREPARE else ""
+    return f"the engine had begun, so it goes on{undo}"
 
 
 class _History:
@@ -260,7 +279,7 @@ class _Watch:
             if gone:
                 raise RequestFailed(gone)
             state = (self._control.status() or {}).get("state") or "none: no launcher has written one"
-            raise RequestFailed(f"{what} within {self._timeout:g} s; the state is {state}")
+            raise _TooLate(f"{what} within {self._timeout:g} s; the state is {state}")
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._look(now, launcher_may_come, gone)
@@ -307,8 +326,10 @@ def _write(path: Path, identity: str) -> None:
         os.close(descriptor)
 
 
-def _withdraw(path: Path, identity: str) -> None:
-    """A request that we gave up must not be carried out later."""
+def _withdraw(path: Path, identity: str) -> bool:
+    """A request that we gave up must not be carried out later. False where it was taken already."""
     if (protocol.read_json(path) or {}).get("id") == identity:
         with contextlib.suppress(OSError):
             path.unlink()
+            return True
+    return False

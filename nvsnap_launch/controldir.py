@@ -137,8 +137,8 @@ class ControlDirectory:
                     parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody else may put another one there
             self.path.mkdir(mode=0o700, exist_ok=True)
             check_owner(self.path)
-            self._refuse_one_of_another_kind()
             self._probe()
+            self._refuse_one_of_another_kind()
             for name in (protocol.PROCESSES_DIR, protocol.STACKS_DIR):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
             for name in _FOLDERS:

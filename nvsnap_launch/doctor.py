@@ -178,35 +178,14 @@ def _command(argv: Sequence[str], require_level: str) -> list[Line]:
     except child.LaunchError as error:
         return [Line("command", False, str(error))]
     lines = [Line("command", True, shlex.join(procfs.masked(list(argv))))]
-    engine = engine_of(argv)
+    engine = engines.in_sight(argv)
     if engine is None:
         return [*lines, Line("engine", False, "the command starts no engine that is known here")]
-    lines += [Line(name, False, reason) for name, reason in arguments.faults(engine, engine_words(argv))]
+    lines += [Line(name, False, reason) for name, reason in arguments.faults(engine, engines.words(argv))]
     python = interpreter(executable, argv)
     if python is None:
         return [*lines, Line("engine", False, f"{engine}: no Python was found that would run it")]
     return lines + _ask(engine, python, require_level)
-
-
-def engine_of(argv: Sequence[str]) -> str | None:
-    """The engine a command starts, also through ``sh -c`` or ``env``; None when there is none in sight."""
-    return engines.of_command(engine_words(argv))
-
-
-def engine_words(argv: Sequence[str]) -> list[str]:
-    """The command from the engine's own word on; empty when there is none in sight."""
-    if engines.of_command(argv):
-        return list(argv)
-    script = engines.is_shell(argv) and "-c" in argv[:-1]
-    words = _words(argv[argv.index("-c") + 1]) if script else list(argv)
-    return next((words[at:] for at in range(len(words)) if engines.of_command(words[at:])), [])
-
-
-def _words(script: str) -> list[str]:
-    try:
-        return shlex.split(script)
-    except ValueError:
-        return script.split()
 
 
 def interpreter(executable: str, argv: Sequence[str]) -> str | None:
@@ -218,7 +197,7 @@ def interpreter(executable: str, argv: Sequence[str]) -> str | None:
         return first[0]
     if len(first) > 1 and Path(first[0]).name == "env":
         return next((shutil.which(word) for word in first[1:] if engines.is_python([word])), None)
-    for word in _words(argv[-1]) if engines.is_shell(argv) else argv[1:]:
+    for word in engines.script_words(argv[-1]) if engines.is_shell(argv) else argv[1:]:
         target = shutil.which(word)
         if target and target != executable and (engines.is_python([word]) or engines.of_command([word])):
             return interpreter(target, [word])

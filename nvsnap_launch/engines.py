@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -61,3 +62,25 @@ def of_command(argv: Sequence[str]) -> str | None:
     if run.kind == "m":
         return next((name for name in _MODULES if run.what == name or run.what.startswith(name + ".")), None)
     return _SCRIPTS.get(PurePath(run.what).name) if run.kind == "script" else None
+
+
+def in_sight(argv: Sequence[str]) -> str | None:
+    """The engine a command starts, also through ``sh -c`` or ``env``; None when there is none in sight."""
+    return of_command(words(argv))
+
+
+def words(argv: Sequence[str]) -> list[str]:
+    """The command from the engine's own word on; empty when there is none in sight."""
+    if of_command(argv):
+        return list(argv)
+    script = is_shell(argv) and "-c" in argv[:-1]
+    given = script_words(argv[argv.index("-c") + 1]) if script else list(argv)
+    return next((given[at:] for at in range(len(given)) if of_command(given[at:])), [])
+
+
+def script_words(script: str) -> list[str]:
+    """The words of a shell script, without its meaning."""
+    try:
+        return shlex.split(script)
+    except ValueError:
+        return script.split()

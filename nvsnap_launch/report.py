@@ -7,8 +7,10 @@ from typing import Any
 
 from nvsnap_launch import processes
 from nvsnap_launch.controldir import ControlDirectory
+from nvsnap_launch.hooktree import protocol
 
 Status = dict[str, Any]
+NO_ENGINE_YET = "no process of an engine that is known here has shown itself yet"
 _NO_TIME = "0.000 s"
 
 
@@ -27,6 +29,8 @@ def in_words(control: ControlDirectory) -> str:
     if leader_is_dead(status):
         lines.append(f"the leader named here (PID {status['leader']['pid']}) is dead: this is the state it left")
     lines += _launcher(control)
+    if status.get("state") == protocol.STARTING and not control.live_leader()[0]:
+        lines.append(f"{NO_ENGINE_YET}: until one has, there is nothing that could be prepared")
     lines += _engine(status)
     namespace = processes.number(status.get("leader"), "pid_namespace")
     lines += [_process(entry, namespace) for entry in status.get("processes") or ()]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import click
+from nvsnap_hooks.environment import ALLOWED
 
 from nvsnap_launch import controldir
 from nvsnap_launch.settings import Settings
@@ -25,12 +27,13 @@ def snapshot() -> None:
 
 @snapshot.command("create")
 @click.argument("directory", metavar="DIR", type=FOLDER)
-@click.option("--control-dir", metavar="PATH", help="Control directory of the engine (variable NVSNAP_CONTROL_DIR).")
+@click.option("--control-dir", metavar="DIR", help="Control directory of the engine (variable NVSNAP_CONTROL_DIR).")
 @click.option("--criu", metavar="PATH", help=CRIU_HELP)
 @click.option("--leave-running", is_flag=True, help="Keep the server: continue and undo instead of ending it.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),
+    metavar="S",
     help="Seconds for prepare; default: a little longer than the engine's own deadline.",
 )
 def create_command(
@@ -60,16 +63,22 @@ def environment(_context: click.Context, _parameter: click.Parameter, values: tu
             raise click.BadParameter(f"number {place} has no name before its =")
         found = value if equals else os.environ.get(name)
         if found is None:
-            raise click.BadParameter(f"number {place} is neither NAME=VALUE nor a variable that is set here")
+            told = f"{name} is not set here" if is_name(name) else f"number {place} is no variable that is set here"
+            raise click.BadParameter(f"{told}: give it as NAME=VALUE, or set it for this command")
         pairs[name] = found
     return pairs
+
+
+def is_name(text: str) -> bool:
+    """A variable's, to all appearances: with no =, a value that was given by mistake could be taken for one."""
+    return text in ALLOWED or bool(re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", text))
 
 
 @snapshot.command("restore")
 @click.argument("directory", metavar="DIR", type=FOLDER)
 @click.option(
     "--control-dir",
-    metavar="PATH",
+    metavar="DIR",
     help="Control directory here; the tree sees it under the path of its own. Default: the snapshot's.",
 )
 @click.option("--criu", metavar="PATH", help=CRIU_HELP)
@@ -90,7 +99,12 @@ def environment(_context: click.Context, _parameter: click.Parameter, values: tu
 )
 @click.option("--unset", metavar="NAME", multiple=True, help="A variable that is gone.")
 @click.option(
-    "--wait-timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to serve."
+    "--wait-timeout",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    default=300.0,
+    show_default=True,
+    help="Seconds until it must serve.",
 )
 def restore_command(
     directory: Path,
@@ -122,10 +136,11 @@ def restore_command(
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
 @click.option("--verify", is_flag=True, help="Read all of the image, not samples: finds a single flipped bit.")
 def inspect_command(directory: Path, criu: str | None, as_json: bool, verify: bool) -> int:
-    """Say what DIR holds and whether it can be brought back here: exit status 0 if so, 1 if not."""
+    """Say what DIR holds and whether it can be brought back here: exit status 0 if so, 1 if not, 2 if not at this moment (an
+    address or the control directory is in use)."""
 
     from nvsnap_launch.snapshot import inspect
 
     report = inspect.inspect(directory.absolute(), Settings.load(criu=criu).criu, verify)
     click.echo(json.dumps(report, indent=1, sort_keys=True) if as_json else inspect.words(report))
-    return 0 if report["restorable"] else 1
+    return inspect.exit_code(report)

@@ -324,6 +324,7 @@ class Creation:
             if found:
                 raise SnapshotError("\n  ".join(["CRIU could not dump this tree:", *found]))
         facts = self.facts()
+        others = self.others()
         with self.clock.step("dump"):
             self.dump()
             self.refuse_the_dead()
@@ -335,7 +336,7 @@ class Creation:
             manifest = self.finish(manifest)
         self.release()
         total = f"{size_text(manifest.size)} in {self.clock.total():.1f} s"
-        say(f"snapshot {self.directory}: {manifest.process_count} processes, {total} ({self.clock.summary()})")
+        say(f"snapshot {self.directory}: {manifest.process_count} processes{others}, {total} ({self.clock.summary()})")
         return manifest
 
     def make_partial(self) -> None:
@@ -464,6 +465,12 @@ class Creation:
             "hooks": self.hooks(),
         }
 
+    def others(self) -> str:
+        """Processes that ``status`` does not list, in words: the guard, and helpers of Python's and the engine's."""
+        engine = {int(process["pid"]) for process in (self.control.status() or {}).get("processes") or ()}
+        names = [proc.short_name(pid) for pid in self.tree.pids if procfs.inner_pid(pid) not in engine]
+        return f" ({', '.join(sorted(names))} beside the engine's {len(engine)})" if engine and names else ""
+
     def hooks(self) -> Hooks:
         path = self.config.hooks_dir
         return Hooks(path=path, sha256=surroundings.code_digest(self.tree.files / path.lstrip("/")))
@@ -528,6 +535,10 @@ class Creation:
         if not self.inside:
             self.partial.rename(self.directory)
             return
+        with contextlib.suppress(
+            OSError
+        ):  # a volume that is another user's: the parts are for their owner alone anyway
+            self.directory.chmod(0o700)
         for name in PARTS:
             if (self.partial / name).exists():
                 (self.partial / name).rename(self.directory / name)

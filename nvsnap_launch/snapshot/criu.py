@@ -37,6 +37,7 @@ NO_FOLDER = "/proc"  # where restore's statistics would go: nowhere, so that a k
 # Printed by every run of an unprivileged-limits container, or for want of a folder, and harmless.
 HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't keep kdat cache", "stats-restore")
 POLL_SECONDS = 0.02
+FULL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Criu:
             place = str(descriptor_path(descriptor))
             command = [*prefix, self.path, "dump", "-t", str(root), "-D", place, "-o", LOG_DUMP, "--leave-stopped"]
             run_criu([*command, *COMMON_FLAGS], images / LOG_DUMP, "dump", [descriptor])
+        except SnapshotError as error:
+            # Its log, which is there as well, may have no word of it.
+            if not isinstance(error, Interrupted) and is_full(images):
+                raise SnapshotError(f"{images.parent} has no space left; {error}") from error
+            raise
         finally:
             os.close(descriptor)
 
@@ -96,6 +102,12 @@ class Criu:
         for descriptor, path in inherited:
             command += ["--inherit-fd", f"fd[{descriptor}]:{path.lstrip('/')}"]
         run_criu([*command, *COMMON_FLAGS], words, "restore", [log, *(descriptor for descriptor, _ in inherited)])
+
+
+def is_full(place: Path) -> bool:
+    """Whether there is no space for another file of a few pages."""
+    info = os.statvfs(place)
+    return info.f_bavail * info.f_frsize < FULL_BYTES or (info.f_files > 0 and info.f_favail == 0)
 
 
 def descriptor_path(descriptor: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nvsnap_launch.controldir import ControlDirectory, ControlDirectoryError
 from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot.errors import SnapshotError
@@ -42,12 +43,27 @@ def inspect(directory: Path, criu: str | None, whole: bool = False) -> dict[str,
         "shared_memory_files": sum(len(file.names) for file in manifest.saved),
         "size_bytes": manifest.size,
         "seconds": manifest.seconds,
-        "addresses": taken_addresses(manifest),
+        "not_now": not_now(manifest),
         "pids_in_use": in_use,
         "pid_namespace": "new" if in_use else "any",
         "restorable": not against,
         "reasons": against,
     }
+
+
+def not_now(manifest: Manifest) -> list[str]:
+    """What is in the way at this moment, and may be gone at the next: a restore would be refused."""
+    found = taken_addresses(manifest)
+    try:
+        ControlDirectory(manifest.control_dir).refuse_one_in_use()
+    except ControlDirectoryError as error:
+        found.append(str(error))
+    return found
+
+
+def exit_code(report: dict[str, Any]) -> int:
+    """0: a restore would begin; 1: it can't be brought back here; 2: not at this moment."""
+    return (2 if report["not_now"] else 0) if report["restorable"] else 1
 
 
 def why_not(directory: Path, manifest: Manifest, criu: str | None, whole: bool) -> list[str]:
@@ -72,8 +88,8 @@ def words(report: dict[str, Any]) -> str:
     ]
     if report["restorable"]:
         how = "in a new PID namespace (some of its process numbers are in use)" if report["pids_in_use"] else "here"
-        lines.append(f"  can be restored {how}")
-        lines += [f"  not now: {text}" for text in report["addresses"]]
+        lines.append(f"  can be restored {how}{', but not now:' if report['not_now'] else ''}")
+        lines += [f"    {text}" for text in report["not_now"]]
     else:
         lines += ["  cannot be restored here:", *(f"    {reason}" for reason in report["reasons"])]
     return "\n".join(lines)

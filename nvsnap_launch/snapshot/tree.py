@@ -228,3 +228,10 @@ def address(host: str, port: int) -> str:
 def listening(tree: Tree) -> list[str]:
     """Addresses (host:port) on which the tree listens."""
     return sorted({item.local for item in tcp_sockets(tree) if item.state == "LISTEN"})
+
+
+def short_name(pid: int) -> str:
+    """What a helper process is, in a word or two: by its command line, else the name that it gave itself."""
+    words = " ".join(procfs.command(pid))
+    known = {"nvsnap_hooks/guard.py": "guard", "resource_tracker": "resource tracker"}
+    return next((name for part, name in known.items() if part in words), read(pid, "comm").strip() or f"process {pid}")

@@ -84,16 +84,18 @@ def test_no_space_is_refused_before_anything_is_touched(lab: Lab) -> None:
     assert client.ask()["generation"] == 0
 
 
-def test_a_disk_that_fills_during_the_dump(lab: Lab) -> None:
+@pytest.mark.parametrize("count", ["", "count=130"])
+def test_a_disk_that_fills_during_the_dump(lab: Lab, count: str) -> None:
     lab.launch("big")
     client = Connection(lab.port)
     with small_disk(lab.folder / "disk", "150m"):
         # Somebody else takes the space after the check.
-        fill = 'dd if=/dev/zero of=disk/other bs=1M count=130 2>/dev/null; exec {real} "$@"'
+        fill = f'dd if=/dev/zero of=disk/other bs=1M {count} 2>/dev/null; exec {{real}} "$@"'
         action = f"cd {lab.folder}; {fill}"
         target = str(lab.folder / "disk" / "image")
         failed = lab.run("snapshot", "create", target, "--criu", wrapper(lab, action))
         assert failed.returncode == 1, failed.stderr
+        assert "has no space left; CRIU dump ended with" in failed.stderr
         assert [path.name for path in (lab.folder / "disk").iterdir()] == ["other"]
     check_serving(lab, client)
 

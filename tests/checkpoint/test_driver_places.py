@@ -30,10 +30,12 @@ def test_an_empty_volume(lab: Lab) -> None:
     launcher = lab.launch()
     with small_disk(lab.image, "500m"):
         (lab.image / "lost+found").mkdir()
+        lab.image.chmod(0o755)
         made = lab.create()
         assert made.returncode == 0, made.stderr
         assert launcher.wait(20) == 0
         assert names(lab.image) == [*PARTS[:2], "lost+found", PARTS[2]]
+        assert lab.image.stat().st_mode & 0o777 == 0o700, "it holds secrets"
         again = lab.create()
         assert (again.returncode, "is a snapshot already" in again.stderr) == (64, True)
         restored = lab.restore("restore")

@@ -9,12 +9,14 @@ import io
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from driver_lab import write_snapshot
 
 from nvsnap_launch import cli, libc
+from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.snapshot import criu as criu_tool
 from nvsnap_launch.snapshot import manifest as manifests
 from nvsnap_launch.snapshot import namespace, obstacles, restore, saved
@@ -192,7 +194,12 @@ def test_numbers_in_use_only_matter_in_the_current_namespace(directory: Path) ->
     assert not restore.wants_namespace(manifest, restore.Options(pid_namespace="current"))
 
 
-@pytest.mark.parametrize("value", ["hf-canary", "=hf-canary", "NAME_THAT_IS_NOT_SET_HERE"])
+def test_a_variable_that_is_not_set_is_named() -> None:
+    code, _, words = call("restore", "dir", "--env", "POD_IP=10.0.0.7", "--env", "NAME_THAT_IS_NOT_SET_HERE")
+    assert (code, "NAME_THAT_IS_NOT_SET_HERE is not set here" in words) == (64, True), words
+
+
+@pytest.mark.parametrize("value", ["hf-canary", "=hf-canary", "AKIA7CANARY7CANARY7X", "hf_CANARY"])
 def test_what_is_no_variable_is_not_repeated(value: str) -> None:
     code, _, words = call("restore", "dir", "--env", "POD_IP=10.0.0.7", "--env", value)
     assert (code, "number 2 " in words, value in words) == (64, True, False), words
@@ -207,6 +214,22 @@ def test_inspect_says_what_is_missing(directory: Path) -> None:
     code, out, _ = call("inspect", str(directory), "--criu", criu, "--json")
     assert code == 1
     assert json.loads(out)["reasons"] == ["images/inventory.img: No such file or directory"]
+
+
+@needs_root
+def test_inspect_says_what_is_in_the_way_at_this_moment(directory: Path) -> None:
+    criu, control = fake_criu(directory.parent), ControlDirectory(directory.parent / "control")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        write_snapshot(directory, control.path, listening=[address])
+        code, out, _ = call("inspect", str(directory), "--criu", criu)
+        assert (code, f"listens on {address}, which is in use here" in out) == (2, True)
+        assert run_restore(directory)[0] == 64
+    assert call("inspect", str(directory), "--criu", criu)[0] == 0
+    control.create()
+    control.lock()
+    code, out, _ = call("inspect", str(directory), "--criu", criu)
+    assert (code, "is in use by launcher" in out) == (2, True)
 
 
 @needs_root

@@ -12,7 +12,7 @@ import pytest
 from support import ROOT, STANDIN
 
 from nvsnap_launch import arguments as engine_arguments
-from nvsnap_launch import cli, client, controldir, doctor
+from nvsnap_launch import cli, client, controldir, doctor, engines
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.settings import Settings
 
@@ -102,6 +102,32 @@ def test_a_folder_that_is_wrong_is_said_before_a_missing_criu(tmp_path: Path) ->
         assert status == 64
         assert words in err
         assert "no-criu" not in err
+
+
+def test_status_says_that_there_is_no_engine_yet(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "starting"}')
+    assert "no process of an engine that is known here has shown itself yet" in run("status", control=tmp_path)[1]
+
+
+def test_a_misspelt_variable_is_said_and_no_obstacle(tmp_path: Path) -> None:
+    wrong = "NVSNAP_DRIAN_S: no setting has this name, so it is ignored; NVSNAP_DRAIN_S has\n"
+    status, _, err = run("run", "--", "true", control=tmp_path / "c", NVSNAP_DRIAN_S="5", NVSNAP_PORT="tcp://x")
+    assert (status, err.count(wrong), "NVSNAP_PORT" in err) == (0, 1, False)
+
+
+def test_what_is_said_waits_for_no_reader(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(tmp_path / "c"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "from nvsnap_launch import cli; cli._mention('word'); open('said', 'x')"]
+    subprocess.run(command, cwd=tmp_path, env=environment, stderr=writer, check=True, timeout=30)
+    assert (tmp_path / "said").exists()
+    for end in (reader, writer):
+        os.close(end)
 
 
 def test_requests_without_an_engine(tmp_path: Path) -> None:
@@ -244,11 +270,18 @@ def test_doctor_knows_the_engine_of_a_command(tmp_path: Path) -> None:
     assert "engine" in err
 
 
-def engine_in(folder: Path, *, metadata: bool) -> str:
+def engine_in(folder: Path, *, metadata: bool, version: str = "") -> str:
     """An image with the stand-in engine; without metadata, as some are built, only its own files tell the version."""
     for entry in STANDIN.iterdir():
         if entry.is_dir() and (metadata or not entry.name.endswith(".dist-info")):
             (folder / entry.name).symlink_to(entry)
+    if version:
+        (folder / "vllm").unlink()
+        (folder / "vllm").mkdir()
+        for entry in (STANDIN / "vllm").iterdir():
+            (folder / "vllm" / entry.name).symlink_to(entry)
+        (folder / "vllm" / "_version.py").unlink()
+        (folder / "vllm" / "_version.py").write_text(f"version = {version!r}\n")
     script = folder / "serve" / "vllm"
     script.parent.mkdir()
     script.write_text(f"#!{sys.executable}\n")
@@ -266,12 +299,12 @@ def about_engine(folder: Path, *arguments: str) -> dict[str, str]:
 
 
 def test_doctor_asks_for_the_level_that_the_launcher_asks_for(tmp_path: Path) -> None:
-    script = engine_in(tmp_path, metadata=True)
+    script = engine_in(tmp_path, metadata=True, version="0.31.0")
     found = about_engine(tmp_path, "--", script)
-    assert found["engine"] == "ok vllm 0.32.0, verified at level criu"
+    assert found["engine"] == "ok vllm 0.31.0, verified at level criu"
     assert found["target async_llm"] == "ok vllm.v1.engine.async_llm.AsyncLLM.__init__"
     found = about_engine(tmp_path, "--require-level", "gpu", "--", script)
-    assert found["engine"] == "MISSING vLLM 0.32.0 is verified at level criu, gpu is required"
+    assert found["engine"] == "MISSING vLLM 0.31.0 is verified at level criu, gpu is required"
 
 
 NO_SERVERS = "--api-server-count 2: prepare will be refused: several API servers are not supported"
@@ -281,7 +314,7 @@ NO_NODES = "prepare will be refused: more than one node is not supported"
 
 
 def faults_of(command: list[str]) -> list[str]:
-    found = engine_arguments.faults("vllm", doctor.engine_words(command))
+    found = engine_arguments.faults("vllm", engines.words(command))
     return [f"{about}: {reason}" for about, reason in found]
 
 

@@ -134,6 +134,49 @@ def test_the_engines_own_deadline(
     assert not (control.path / action).exists()
 
 
+def test_what_becomes_of_a_request_that_is_given_up(control: ControlDirectory) -> None:
+    control.write_status("serving", leader=leader(os.getpid()))
+    with pytest.raises(client.RequestFailed, match=r"the state is serving; the request was withdrawn$"):
+        client.request(control, "prepare", 0)
+
+    def take() -> None:
+        while not (control.path / "prepare").exists():
+            time.sleep(0.01)
+        (control.path / "prepare").unlink()
+        control.write_status("preparing", leader=leader(os.getpid()))
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    with pytest.raises(client.RequestFailed, match=r"the engine had begun, so it goes on, and `nvsnap-launch restore`"):
+        client.request(control, "prepare", 0.5)
+    taker.join()
+
+
+def test_who_asks_before_there_is_an_engine_is_told(control: ControlDirectory) -> None:
+    control.write_supervisor("c")
+    control.write_status("starting")
+    said: list[str] = []
+    with pytest.raises(client.RequestFailed, match="the state is starting; the request was withdrawn"):
+        client.request(control, "prepare", 0.3, said.append)
+    assert said == ["no process of an engine that is known here has shown itself yet; waiting for one"]
+
+
+def test_an_answer_that_changes_nothing_is_one(control: ControlDirectory) -> None:
+    """It leaves ``last`` as it was."""
+    control.write_status("serving", leader=leader(os.getpid()))
+
+    def answer() -> None:
+        while not (found := protocol.read_json(control.path / "restore")):
+            time.sleep(0.01)
+        ignored = protocol.outcome("restore", requests=[found["id"]], note="nothing to restore: serving")
+        control.write_status("serving", leader=leader(os.getpid()), ignored=ignored)
+
+    answerer = threading.Thread(target=answer)
+    answerer.start()
+    assert client.request(control, "restore", 20)["note"] == "nothing to restore: serving"
+    answerer.join()
+
+
 def test_deadlines_that_are_none(control: ControlDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_START_S", 0.1)
     for deadlines in ({}, {"prepare": "soon"}, None, {"restore": 1}):

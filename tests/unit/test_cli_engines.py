@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvsnap_launch import doctor, engines
+from nvsnap_launch import engines
 from nvsnap_launch.outcome import Facts, decide
 
 
@@ -44,7 +44,7 @@ def test_engine_of_a_process(line: str, engine: str | None, flags: str) -> None:
     ],
 )
 def test_engine_of_a_shell_command(argv: list[str], engine: str | None) -> None:
-    assert doctor.engine_of(argv) == engine
+    assert engines.in_sight(argv) == engine
 
 
 @pytest.mark.parametrize(
