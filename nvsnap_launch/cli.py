@@ -281,16 +281,19 @@ def wait(control_dir: str | None, state: str, timeout: float) -> None:
     metavar="PATH",
     help="CRIU to use (variable NVSNAP_CRIU; default: on PATH, or where tools/unpack-criu puts it).",
 )
+@click.option(
+    "--no-criu", is_flag=True, help="An agent dumps and restores: what only snapshot create needs is no fault."
+)
+@click.option("-v", "--verbose", is_flag=True, help="List each patch target that was found.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def doctor(command: tuple[str, ...], control_dir: str | None, **options: Any) -> int:
-    """Say whether a snapshot would work here: doctor [OPTIONS] [-- CMD …]; exit 1 if not."""
+def doctor(command: tuple[str, ...], control_dir: str | None, no_criu: bool, verbose: bool, **options: Any) -> int:
+    """Say whether a snapshot would work here, and what is in force: doctor [OPTIONS] [-- CMD …]; exit 1 if not."""
     from nvsnap_launch import doctor as examination
 
-    lines = examination.examine(_load(control_dir, options), command)
-    click.echo(examination.in_words(lines))
-    missing = [line.name for line in lines if line.ok is False]
-    if missing:
-        _fail(f"a snapshot would not work here: see {', '.join(missing)}")
+    lines = examination.examine(_load(control_dir, options), command, not no_criu)
+    click.echo(examination.in_words(lines, verbose))
+    if fault := examination.verdict(lines):
+        _fail(fault)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,7 +10,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import psutil
 
 from nvsnap_launch import arguments, child, controldir, engines, hooktree, signals
 from nvsnap_launch.hooktree import procfs
-from nvsnap_launch.settings import Settings
+from nvsnap_launch.settings import Settings, unknown_variables
+from nvsnap_launch.snapshot.progress import say
 
 _QUESTION_S = 300  # importing an engine on a slow disk takes minutes
 _MARK = "nvsnap-doctor:"
 _CAP_SYS_ADMIN, _CAP_CHECKPOINT_RESTORE = 21, 40  # linux/capability.h
 _SHEBANG_BYTES = 512
+_PRIVILEGES, _CRIU, _TARGET = "privileges", "CRIU", "target "
 
 # Runs in the engine's Python, which asks the hooks as the engine's own processes do: its packages first, the hooks last.
 _QUESTION = """
@@ -62,13 +65,19 @@ class Line:
     name: str
     ok: bool | None
     detail: str
+    warning: bool = False
 
 
-def examine(settings: Settings, argv: Sequence[str]) -> list[Line]:
-    """Everything that is checked, in the order in which it is shown. Starts the engine's Python when there is one."""
-    lines = [Line(name, None, _shown(name, value)) for name, value in settings.model_dump().items()]
-    lines += [_control_directory(settings), _kernel(), _io_uring(settings), _privileges()]
-    lines += [_memory(), _criu(settings), _gpus(), *_streams(settings)]
+def examine(settings: Settings, argv: Sequence[str], with_criu: bool = True) -> list[Line]:
+    """Everything that is checked. Starts the engine's Python when there is one. ``with_criu`` False: somebody else dumps and
+    restores, so that what only our own driver needs is for information.
+    """
+    lines = [Line(name, None, value) for name, value in in_force(settings).items()]
+    lines += [Line(name, None, why, warning=True) for name, why in unknown_variables(os.environ).items()]
+    lines += [_control_directory(settings), _kernel(), _io_uring(settings)]
+    drivers = [_privileges(), _criu(settings)]
+    lines += drivers if with_criu else [replace(line, ok=None) for line in drivers]
+    lines += [_memory(), _gpus(), *_streams(settings)]
     if argv:
         lines += _command(argv, settings.require_level)
     else:
@@ -76,15 +85,51 @@ def examine(settings: Settings, argv: Sequence[str]) -> list[Line]:
     return lines
 
 
-def in_words(lines: list[Line]) -> str:
-    marks = {True: "ok     ", False: "MISSING", None: "       "}
-    return "\n".join(f"{marks[line.ok]} {line.name}: {line.detail}" for line in lines)
+def in_words(lines: list[Line], verbose: bool = True) -> str:
+    """What is missing first, then what may be a mistake; patch targets that were found are counted unless ``verbose``."""
+    targets = [line for line in lines if line.ok and line.name.startswith(_TARGET)]
+    if targets and not verbose:
+        lines = [line for line in lines if line not in targets]
+        lines.append(Line("patch targets", True, f"{len(targets)} found (-v lists them)"))
+    return "\n".join(f"{_mark(line)} {line.name}: {line.detail}" for line in sorted(lines, key=_urgency))
+
+
+def verdict(lines: list[Line]) -> str:
+    """Why a snapshot would not work, in a sentence; empty if it would."""
+    missing = [line.name for line in lines if line.ok is False]
+    if not missing:
+        return ""
+    if set(missing) <= {_PRIVILEGES, _CRIU}:
+        who = "an agent that dumps and restores by itself would (doctor --no-criu)"
+        return f"snapshot create and restore would not work here: see {', '.join(missing)}; {who}"
+    return f"a snapshot would not work here: see {', '.join(missing)}"
+
+
+def _urgency(line: Line) -> int:
+    return 0 if line.ok is False else 1 if line.warning else 2
+
+
+def _mark(line: Line) -> str:
+    return "warning" if line.warning else {True: "ok     ", False: "MISSING", None: "       "}[line.ok]
+
+
+def in_force(settings: Settings) -> dict[str, str]:
+    """Each setting with the value that a launcher would go by here."""
+    shown = {name: _shown(name, value) for name, value in settings.model_dump().items()}
+    with contextlib.suppress(controldir.ControlDirectoryError):  # said by a line of its own
+        control = controldir.resolve(settings.control_dir)
+        shown |= {"control_dir": str(control), "restore_metadata": str(settings.metadata_path(control))}
+    return shown
 
 
 def _shown(name: str, value: Any) -> str:
     if name in ("prepare_signal", "restore_signal"):
         return signals.name(value)
-    return "default" if value in (None, "", ()) else str(value)
+    if name == "criu":
+        return value or "the first of PATH, or where tools/unpack-criu puts it"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _control_directory(settings: Settings) -> Line:
@@ -125,7 +170,7 @@ def _privileges() -> Line:
     held = [name for name, bit in names.items() if mask >> bit & 1]
     detail = f"uid {os.geteuid()}, {' and '.join(held) or 'neither ' + ' nor '.join(names)}"
     enough = os.geteuid() == 0 and "CAP_SYS_ADMIN" in held
-    return Line("privileges", enough, f"{detail} (snapshot create and restore run as root)")
+    return Line(_PRIVILEGES, enough, f"{detail} (snapshot create and restore run as root)")
 
 
 def _memory() -> Line:
@@ -142,8 +187,8 @@ def _criu(settings: Settings) -> Line:
         found = criu.find(settings.criu)
         found.check()
     except SnapshotError as error:
-        return Line("CRIU", False, str(error))
-    return Line("CRIU", True, f"{found.version_text} ({found.path})")
+        return Line(_CRIU, False, str(error).removeprefix("CRIU: "))
+    return Line(_CRIU, True, f"{found.version_text} ({found.path})")
 
 
 def _gpus() -> Line:
@@ -215,6 +260,7 @@ def _shebang(path: str) -> list[str]:
 
 def _ask(engine: str, python: str, require_level: str) -> list[Line]:
     """Put the question to the engine's own Python."""
+    say(f"asking {python} about {engine}, which it imports: this takes a while")
     command = [python, "-c", _QUESTION, str(hooktree.HOOKS_DIR), engine, require_level, _MARK]
     try:
         result = subprocess.run(
@@ -239,7 +285,7 @@ def _answer(engine: str, python: str, found: dict[str, Any]) -> list[Line]:
     if "device" in found:
         refusal = found["device_refusal"]
         lines.append(Line("device", not refusal, f"prepare will be refused: {refusal}" if refusal else found["device"]))
-    return lines + [Line(f"target {check['name']}", bool(check["ok"]), str(check["detail"])) for check in targets]
+    return lines + [Line(f"{_TARGET}{check['name']}", bool(check["ok"]), str(check["detail"])) for check in targets]
 
 
 def _read(path: str) -> str:

@@ -574,8 +574,7 @@ class Creation:
         too_late_to_stop()
         if self.complete:
             return
-        why = str(error).splitlines()[0].rstrip(":") if str(error) else type(error).__name__
-        say(f"taking it back: {why}")
+        say("taking it back")  # why comes at the end, with what became of it
         if self.dumping:
             self.remove_remaps()
             if self.shared is not None and not procfs.alive(self.tree.root):

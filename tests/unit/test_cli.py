@@ -292,10 +292,44 @@ def engine_in(folder: Path, *, metadata: bool, version: str = "") -> str:
 def about_engine(folder: Path, *arguments: str) -> dict[str, str]:
     """What doctor says of the engine: name of the line -> mark and detail."""
     environment = {"PYTHONPATH": f"{ROOT}:{folder}"}
-    _, out, err = run("doctor", *arguments, control=folder / "c", **environment)
+    _, out, err = run("doctor", "-v", *arguments, control=folder / "c", **environment)
     lines = [line for line in out.splitlines() if " engine: " in line or " target " in line]
     assert lines, out + err
     return {line[8:].partition(": ")[0]: line[:8].strip() + " " + line[8:].partition(": ")[2] for line in lines}
+
+
+def test_doctor_says_first_what_is_missing_and_counts_what_is_there(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NVSNAP_DRIAN_S": "5"}
+    command = ("doctor", "--env-allow", "MINE", "--criu", "/no/criu", "--", engine_in(tmp_path, metadata=True))
+    status, out, err = run(*command, control=tmp_path / "c", **environment)
+    lines = out.splitlines()
+    kinds = [line[:7].strip() for line in lines]
+    assert kinds == sorted(
+        kinds, key=lambda kind: ("MISSING", "warning").index(kind) if kind.isalpha() and kind != "ok" else 2
+    )
+    assert "MISSING CRIU: /no/criu is not there" in out
+    assert "warning NVSNAP_DRIAN_S: no setting has this name" in out
+    assert [line for line in lines if " target" in line and "found (-v lists them)" not in line] == []
+    for shown in (f"control_dir: {tmp_path}/c", f"restore_metadata: {tmp_path}/c/restore.json", "env_allow: MINE"):
+        assert f"        {shown}" in lines
+    assert "require_level: none" in out
+    assert "default" not in out
+    assert status == 1
+    assert "this takes a while" in err
+
+
+@pytest.mark.parametrize(
+    ("others", "words"), [((), "an agent that dumps"), (("--io-uring", "allow"), "a snapshot would not")]
+)
+def test_doctor_without_criu(tmp_path: Path, others: tuple[str, ...], words: str) -> None:
+    """Our own driver would not work, which is said so; an agent may bring its own."""
+    lines = doctor.examine(Settings.load(criu="/no/criu", control_dir=str(tmp_path / "c")), ())
+    found = [line.name for line in lines if line.ok is False]
+    if set(found) - {"CRIU", "privileges"}:
+        pytest.skip(f"more is missing here: {found}")
+    status, _, err = run("doctor", *others, "--criu", "/no/criu", control=tmp_path / "c")
+    assert (status, words in err) == (1, not others or "off on this machine" not in str(lines))
+    assert run("doctor", "--no-criu", "--criu", "/no/criu", control=tmp_path / "c")[0] == 0
 
 
 def test_doctor_asks_for_the_level_that_the_launcher_asks_for(tmp_path: Path) -> None:
