@@ -135,3 +135,5 @@ def test_what_becomes_of_graphs_and_cache_reaches_the_hooks(monkeypatch: pytest.
 def test_the_metadata_path_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSNAP_RESTORE_METADATA", "/mnt/context.json")
     assert Settings.load().hooks_config(Path("/c"), "x")["metadata"] == "/mnt/context.json"
+    monkeypatch.setenv("NVSNAP_RESTORE_METADATA", "context.json")  # the engine may work in another folder
+    assert Settings.load().hooks_config(Path("/c"), "x")["metadata"] == str(Path.cwd() / "context.json")
