@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from contract_harness import Engine, free_port, standin_of_version, until, zombies
+from nvsnap_hooks.vllm import versions
 
 from nvsnap_launch.hooktree import procfs
 
@@ -314,7 +315,8 @@ def _answers(engine: Engine) -> bool:
 
 def test_a_build_of_a_verified_version(start: Start, tmp_path: Path) -> None:
     engine = start(ranks=1, standin=standin_of_version(tmp_path / "tree", "0.32.0+local")).serving()
-    assert engine.prepare()["engine"] == {"name": "vllm", "version": "0.32.0+local", "verified": True, "level": "criu"}
+    level = versions.TABLE["0.32.0"].level
+    assert engine.prepare()["engine"] == {"name": "vllm", "version": "0.32.0+local", "verified": True, "level": level}
     engine.restore()
 
 
@@ -325,10 +327,11 @@ def test_unverified_refuse(start: Start, tmp_path: Path) -> None:
     assert "Traceback" not in engine.output()
 
 
-def test_more_is_asked_than_is_verified(start: Start) -> None:
-    engine = start(ranks=1, NVSNAP_REQUIRE_LEVEL="gpu", NVSNAP_UNVERIFIED="refuse")
+def test_more_is_asked_than_is_verified(start: Start, tmp_path: Path) -> None:
+    standin = standin_of_version(tmp_path / "tree", "0.33.0")
+    engine = start(ranks=1, standin=standin, NVSNAP_REQUIRE_LEVEL="gpu", NVSNAP_UNVERIFIED="refuse")
     assert engine.ended() == 69
-    assert "is verified at level criu, gpu is required" in engine.output()
+    assert f"is verified at level {versions.TABLE['0.33.0'].level}, gpu is required" in engine.output()
 
 
 # -- the end of the tree ----------------------------------------------------------------------------

@@ -193,9 +193,9 @@ def test_many_are_one(shared: Engine) -> None:
 
     found = shared.act("prepare", ask)
     assert found["state"] == "prepared"
-    shared.noted(lambda: shared.signal(USR1), "prepare ignored")
-    assert shared.generation() == before + 1
+    shared.signal(USR1)  # or one of those before had come later
     _told(shared, "already prepared")
+    assert shared.generation() == before + 1
     shared.restore()
 
 
