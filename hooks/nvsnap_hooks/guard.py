@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import signal
 import stat
 import sys
@@ -198,9 +199,12 @@ def wait_for_words(paths: list[str]) -> dict[str, str]:
 
 
 def say(words: str) -> None:
+    """On stderr. What a reader that is stuck has no room for is lost: nobody waits for it."""
+    data = f"nvsnap: {words}\n".encode(errors="replace")
     try:
-        os.write(2, f"nvsnap: {words}\n".encode())
-    except OSError:
+        while data and select.select((), (2,), (), 0)[1]:
+            data = data[os.write(2, data[: select.PIPE_BUF]) :]
+    except (OSError, ValueError):
         pass
 
 

@@ -13,6 +13,8 @@ import os
 import stat
 import time
 
+from . import guard
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -218,7 +220,4 @@ def pid_namespace() -> int:
 
 def say(text: str) -> None:
     """One message on stderr, where the engine's own log goes. Never on stdout, never an exception."""
-    try:
-        os.write(2, f"nvsnap: {text}\n".encode(errors="replace"))
-    except OSError:
-        pass
+    guard.say(text)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hooks_support import HOOKS
 from nvsnap_hooks import protocol, rendezvous
 
 
@@ -22,6 +25,22 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     assert protocol.read_json(tmp_path / "link") is None
     (tmp_path / "large").write_bytes(b" " * (protocol.SIZE_LIMIT + 1))
     assert protocol.read_json(tmp_path / "large") is None
+
+
+def test_a_reader_of_the_log_that_is_stuck_is_not_waited_for() -> None:
+    """Its pipe is full, or has room for less than all: what it has no room for is lost."""
+    code = "from nvsnap_hooks import protocol; [protocol.say('x' * 70_000) for _ in range(3)]; print('done')"
+    command = [sys.executable, "-c", code]
+    read, write = os.pipe()
+    try:
+        done = subprocess.run(
+            command, env={"PYTHONPATH": str(HOOKS)}, stdout=subprocess.PIPE, stderr=write, timeout=20, check=False
+        )
+        assert done.stdout == b"done\n"
+        assert os.read(read, 1 << 20).startswith(b"nvsnap: xxx")
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_history_into_a_fifo_or_through_a_link_is_dropped(tmp_path: Path) -> None:
