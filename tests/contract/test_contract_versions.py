@@ -82,7 +82,7 @@ def test_an_entry_that_is_wrong(
         f"{key}: missing: {words}" for key, words in sorted(why.items())
     ]
     monkeypatch.setenv("PYTHONPATH", str(invented))
-    _, out, _ = call(folder, "doctor", "--", invented / "bin" / "vllm", "serve", "M", module="nvsnap_launch")
+    _, out, _ = call(folder, "doctor", "-v", "--", invented / "bin" / "vllm", "serve", "M", module="nvsnap_launch")
     found = {name: mark for mark, name in re.findall(r"^(ok|MISSING) +target ([a-z_]+): ", out, re.M)}
     assert set(found) == set(NEEDED)
     assert {name for name, mark in found.items() if mark != "ok"} == set(why)
