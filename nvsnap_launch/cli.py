@@ -223,6 +223,8 @@ def _request(action: str, control_dir: str | None, timeout: float | None) -> Non
 
     try:
         last = client.request(_control(control_dir), action, timeout, _complain)
+    except client.TooLate as error:
+        _fail(f"{action} failed: {error.reason}; {_what_becomes_of_it(action, error.withdrawn)}")
     except client.RequestFailed as error:
         _fail(f"{action} failed: {error.reason}")
     if last.get("note"):
@@ -230,6 +232,15 @@ def _request(action: str, control_dir: str | None, timeout: float | None) -> Non
         return
     seconds = last.get("seconds")
     click.echo(f"{action}: ok" + (f" in {seconds:.3f} s" if isinstance(seconds, (int, float)) else ""))
+
+
+def _what_becomes_of_it(action: str, withdrawn: bool | None) -> str:
+    if withdrawn is None:
+        return "the request could not be withdrawn: the engine may still take it"
+    if withdrawn:
+        return "the request was withdrawn"
+    undo = ", and `nvsnap-launch restore` would undo it" if action == protocol.PREPARE else ""
+    return f"the engine had begun, so it goes on{undo}"
 
 
 _timeout_option = click.option(

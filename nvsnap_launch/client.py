@@ -39,8 +39,10 @@ class RequestFailed(UserError):
         self.last = last
 
 
-class _TooLate(RequestFailed):
-    """It was not finished in time."""
+class TooLate(RequestFailed):
+    """It was not finished in time. ``withdrawn``: it was taken back before the engine had begun; None where nobody can tell."""
+
+    withdrawn: bool | None = None
 
 
 def request(
@@ -78,18 +80,12 @@ def request(
                 told = True
                 watch.limit(own + _SLACK_S)
             watch.pause(f"{action} was not finished")
-    except _TooLate as error:
-        raise _TooLate(f"{error.reason}; {_what_becomes_of_it(action, _withdraw(path, identity))}") from None
+    except TooLate as error:
+        error.withdrawn = _withdraw(path, identity)
+        raise
     except BaseException:
         _withdraw(path, identity)
         raise
-
-
-def _what_becomes_of_it(action: str, withdrawn: bool) -> str:
-    if withdrawn:
-        return "the request was withdrawn"
-    undo = ", and `nvsnap-launch restore` would undo it" if action == protocol.PREPARE else ""
-    return f"the engine had begun, so it goes on{undo}"
 
 
 class _History:
@@ -101,7 +97,7 @@ class _History:
             self._seen = max(0, self._path.lstat().st_size - (_RECENT_BYTES if ago else 0))
         except OSError:
             self._seen = 0
-        self._since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - ago)) if ago else ""
+        self._since = protocol.timestamp(time.time() - ago) if ago else ""
 
     def answer(self, identity: str) -> dict[str, Any]:
         """The outcome of a request; empty while there is none."""
@@ -173,7 +169,8 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
         status = control.status() or {}
         found = status.get("state")
         refused = _refusal(status) if wanted == protocol.PREPARED else ""
-        if refused and (status.get("generation") != before or history.refusal()):
+        asked_again = (control.path / protocol.PREPARE).exists()
+        if refused and not asked_again and (status.get("generation") != before or history.refusal()):
             raise RequestFailed(refused)
         another_may_come = time.monotonic() < next_by or (watch.has_time() and control.holder())
         if status != earlier or not another_may_come:
@@ -279,7 +276,7 @@ class _Watch:
             if gone:
                 raise RequestFailed(gone)
             state = (self._control.status() or {}).get("state") or "none: no launcher has written one"
-            raise _TooLate(f"{what} within {self._timeout:g} s; the state is {state}")
+            raise TooLate(f"{what} within {self._timeout:g} s; the state is {state}")
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._look(now, launcher_may_come, gone)
@@ -326,10 +323,12 @@ def _write(path: Path, identity: str) -> None:
         os.close(descriptor)
 
 
-def _withdraw(path: Path, identity: str) -> bool:
-    """A request that we gave up must not be carried out later. False where it was taken already."""
-    if (protocol.read_json(path) or {}).get("id") == identity:
-        with contextlib.suppress(OSError):
-            path.unlink()
-            return True
-    return False
+def _withdraw(path: Path, identity: str) -> bool | None:
+    """A request that we gave up must not be carried out later. False where it was taken already, None where it can't be removed."""
+    if (protocol.read_json(path) or {}).get("id") != identity:
+        return False
+    try:
+        path.unlink()
+    except OSError:
+        return None
+    return True

@@ -36,7 +36,7 @@ def in_words(control: ControlDirectory) -> str:
     lines += [_process(entry, namespace) for entry in status.get("processes") or ()]
     if status.get("graphs_error"):
         lines.append(f"graphs: serves without them: {status['graphs_error']}")
-    lines += _last(status.get("last"))
+    lines += _last(status.get("last")) + _ignored(status)
     reason = (status.get("exit") or {}).get("reason")
     if reason:
         lines.append(f"end: {reason}")
@@ -76,6 +76,12 @@ def _process(entry: Status, namespace: int) -> str:
     named = {"pid": entry.get("pid"), "pid_namespace": namespace}
     who = processes.shown(processes.named_by(named), named)
     return f"  {entry.get('role', 'process')}{rank}: {who}, {patched}{left}"
+
+
+def _ignored(status: Status) -> list[str]:
+    """The last request that changed nothing."""
+    ignored = status.get("ignored") or {}
+    return [f"ignored {ignored.get('action')}: {ignored['note']}"] if ignored.get("note") else []
 
 
 def _last(last: Status | None) -> list[str]:

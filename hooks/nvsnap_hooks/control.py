@@ -98,6 +98,7 @@ class Control:
         if self._guard is not None and self._guard.poll() is None:
             return True
         path = os.path.join(os.path.dirname(__file__), "guard.py")
+        self._launcher.died()  # after a restore it is another one
         try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", path, self.config["control_dir"], str(self.pid), str(self._launcher.pid)],
@@ -118,9 +119,9 @@ class Control:
         if self._launcher.died():
             guard.abandon(self.config["control_dir"], self._launcher.pid)
             os._exit(guard.KILLED)
-        self.ensure_guard()
-        with contextlib.suppress(OSError):
-            self._announce()
+        if self.ensure_guard():
+            with contextlib.suppress(OSError):
+                self._announce()
 
     # -- the loop -----------------------------------------------------------------------------------
 

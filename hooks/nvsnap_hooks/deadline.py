@@ -1,7 +1,7 @@
 """The deadline of what is under way: a file that the guard reads, and a lock that says whether it counts.
 
 To let go of a lock needs no disk: of an action that is over nothing counts any more, whatever became of the control directory.
-Nothing is open, or locked, while prepared.
+The leader has nothing open or locked while prepared.
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ def say(words: str) -> None:
         pass
 
 
-def is_under_way(path: str) -> bool:
-    """Does the leader hold its lock on the deadline? "Prepared" may last for ever, and what is over may still lie there."""
+def is_under_way(path: str, seen: tuple[int, int] | None) -> bool:
+    """Does the leader hold its lock on this very deadline? "Prepared" may last for ever, and what is over may still lie there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -217,10 +217,17 @@ def is_under_way(path: str) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
+    except BlockingIOError:
+        return identity(os.fstat(descriptor)) == seen
     except OSError:
-        return True
+        return False
     finally:
         os.close(descriptor)
+
+
+def identity(found: os.stat_result) -> tuple[int, int]:
+    """Of one version of a file that is replaced as a whole."""
+    return found.st_ino, found.st_mtime_ns
 
 
 def expire(control: str, deadline: dict[str, object]) -> None:
@@ -247,13 +254,13 @@ class Launcher:
     def died(self) -> bool:
         """After a restore nobody did: this is another process then, below another launcher or none."""
         try:
-            born, above = fields(os.getpid())[19], self._above()
+            born, above, namespace = fields(os.getpid())[19], self._above(), os.stat("/proc/self/ns/pid").st_ino
         except OSError:
             return False
         if self.pid and born == self._born:
             return self.pid not in above and ended(self.pid)  # one between us may have ended while we looked
         told = read(self._path)
-        ours = told.get("pid_namespace") == os.stat("/proc/self/ns/pid").st_ino
+        ours = told.get("pid_namespace") == namespace
         self.pid = pid if ours and isinstance(pid := told.get("pid"), int) and pid in above else 0
         self._born = born
         return False
@@ -301,8 +308,7 @@ def main(control: str, leader: int, above: int = 0) -> None:
             write(os.path.join(control, "guard.json"), {"frozen": frozen, "last_gap_seconds": round(now - last, 1)})
         last = now
         try:
-            found = os.stat(path)
-            current = (found.st_ino, found.st_mtime_ns)
+            current = identity(os.stat(path))
         except OSError:
             seen, deadline = None, {}
             continue
@@ -311,7 +317,7 @@ def main(control: str, leader: int, above: int = 0) -> None:
             left = float(str(deadline.get("seconds") or 0))
         elif deadline.get("armed"):
             left -= TICK
-            if left <= 0 and is_under_way(path):
+            if left <= 0 and is_under_way(path, seen):
                 expire(control, deadline)
                 return
 

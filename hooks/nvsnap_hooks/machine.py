@@ -115,7 +115,8 @@ class Machine:
         records = coverage.records(self.config)
         if os.getpid() not in records:
             raise Refused(
-                "what the engine's processes wrote to the control directory was deleted: only a new start helps"
+                "this process has no record in the control directory that could be read (deleted, never written, or no "
+                "descriptor is left): if it does not come back, only a new start helps"
             )
         wrong = coverage.unpatched(records, pids, self.engine.is_engine_process)
         wrong += coverage.strays()

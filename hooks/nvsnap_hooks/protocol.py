@@ -205,8 +205,9 @@ def append_event(control_dir: str | os.PathLike[str], event: str, **fields: Any)
         os.close(descriptor)
 
 
-def timestamp() -> str:
-    now = time.time()
+def timestamp(now: float | None = None) -> str:
+    """UTC, to the millisecond. ``now``: seconds since the epoch."""
+    now = time.time() if now is None else now
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
 
 

@@ -192,7 +192,7 @@ def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[C
     SIGTERM that nobody else got, say."""
 
     def end() -> None:
-        if role != "core":
+        if role != "core" and not stacks.armed():
             unregister()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +202,7 @@ def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[C
             try:
                 result = original(*args, **kwargs)
             except SystemExit as ended:
-                if ended.code in (None, 0) and not stacks.armed():
+                if ended.code in (None, 0):
                     end()
                 raise
             end()

@@ -45,21 +45,18 @@ class Status:
         self.value["updated"] = protocol.timestamp()
         shown = {key: self.value[key] for key in ("state", "generation", "mode", "graphs")}
         self.pending = True
-        staged, failure = self._stage()
-        if failure is None or before_last is None:
-            protocol.append_event(self._config["control_dir"], event, **shown, **(told or brief(fields.get("last"))))
-        if failure is not None:
-            raise failure
+        line = {**shown, **(told or brief(fields.get("last")))}
+        try:
+            staged = protocol.stage(self.path, self.value)
+        except OSError:
+            if before_last is None:
+                protocol.append_event(self._config["control_dir"], event, **line)
+            raise
+        protocol.append_event(self._config["control_dir"], event, **line)
         if before_last is not None:
             before_last()
         protocol.put(staged, self.path)
         self.pending = False
-
-    def _stage(self) -> tuple[str, OSError | None]:
-        try:
-            return protocol.stage(self.path, self.value), None
-        except OSError as error:
-            return "", error
 
     def under_way(self, action: str, step: str) -> None:
         """Leave word of what comes next: whoever finds this process dead or stuck can say in which step."""

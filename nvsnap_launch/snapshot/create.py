@@ -535,13 +535,12 @@ class Creation:
         if not self.inside:
             self.partial.rename(self.directory)
             return
-        with contextlib.suppress(
-            OSError
-        ):  # a volume that is another user's: the parts are for their owner alone anyway
-            self.directory.chmod(0o700)
         for name in PARTS:
             if (self.partial / name).exists():
                 (self.partial / name).rename(self.directory / name)
+        # A volume may be another user's: the parts are for their owner alone anyway.
+        with contextlib.suppress(OSError):
+            self.directory.chmod(0o700)
         with contextlib.suppress(OSError):
             self.partial.rmdir()
 

@@ -106,8 +106,11 @@ class Criu:
 
 def is_full(place: Path) -> bool:
     """Whether there is no space for another file of a few pages."""
-    info = os.statvfs(place)
-    return info.f_bavail * info.f_frsize < FULL_BYTES or (info.f_files > 0 and info.f_favail == 0)
+    try:
+        info = os.statvfs(place)
+    except OSError:
+        return False
+    return info.f_bfree * info.f_frsize < FULL_BYTES or (info.f_files > 0 and info.f_ffree == 0)
 
 
 def descriptor_path(descriptor: int) -> Path:

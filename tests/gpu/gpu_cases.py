@@ -212,11 +212,9 @@ def strong(lab: Lab, row: Row, cycles: int = 3) -> None:
     row["speed 1"], row["speed 32"] = speed(server, 1), speed(server, 32)
     row["graphs before"], row["used before"] = graphs(server), server.place.used()
     row["cycles"] = []
-    server.rpc("plant", "collections")
     for number in range(cycles):
         lab.say(f"cycle {number + 1} of {cycles}")
-        row["cycles"].append({**cycle(server, before), "collections": server.rpc("planted_collections")})
-    server.rpc("plant_away")
+        row["cycles"].append(cycle(server, before))
     row["speed 32 after"], row["speed 1 after"] = speed(server, 32), speed(server, 1)
     row["ratio 32"] = round(row["speed 32 after"] / row["speed 32"], 4)
     row["ratio 1"] = round(row["speed 1 after"] / row["speed 1"], 4)

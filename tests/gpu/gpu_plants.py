@@ -13,8 +13,6 @@ import io
 import os
 import pstats
 import signal
-import sys
-import time
 import zlib
 from typing import Any
 
@@ -76,32 +74,6 @@ class Plants:
         told = {action: _table(profile) for action, profile in _profiles.items()}
         _profiles.clear()
         told.update(_told)
-        return told
-
-    def _plant_collections(self) -> None:
-        """Why a prepare had to collect garbage, and how long looks at the heap take: see planted_collections."""
-        import torch.distributed as dist
-        from nvsnap_hooks import collector
-
-        for owner, name in (
-            *((gc, name) for name in ("collect", "get_referrers", "get_freeze_count", "freeze", "unfreeze")),
-            (dist, "destroy_process_group"),
-        ):
-            _shadow(owner, name, _timed(name, getattr(owner, name)))
-
-        original = collector.collect
-
-        def collect() -> None:
-            _collections.append(_why())
-            original()
-
-        _shadow(collector, "collect", collect)
-
-    def planted_collections(self) -> list[str]:
-        """Who collected since the last call, and which of the old groups was held by what; and each look with its seconds and the
-        objects in sight before and after."""
-        told = list(_collections)
-        _collections.clear()
         return told
 
     # -- leftovers that a resource of ours should have given up -----------------------------------
@@ -201,42 +173,6 @@ class Plants:
             driver.cuMemFree_v2(own)
 
         _kept["import"] = undo
-
-
-_collections: list[str] = []
-
-
-def _timed(name: str, original: Any) -> Any:
-    def call(*args: Any) -> Any:
-        before, started = sum(gc.get_count()), time.monotonic()
-        result = original(*args)
-        _collections.append(f"{name} {time.monotonic() - started:.3f} s, count {before} -> {sum(gc.get_count())}")
-        return result
-
-    return call
-
-
-def _why() -> str:
-    from nvsnap_hooks.vllm import worker
-
-    caller = sys._getframe(2).f_code.co_qualname
-    found = [
-        f"group {name}: {_chain(group)}"
-        for rank in worker._Rank._of.values()
-        for name, reference in rank.groups._old
-        if (group := reference()) is not None
-    ]
-    return "; ".join([caller, *found])[:3000]
-
-
-def _chain(held: Any, depth: int = 3) -> str:
-    """What refers to it, and to that, and so on."""
-    holders = [one for one in gc.get_referrers(held) if type(one).__name__ not in ("frame", "list_iterator")][:3]
-    words = [
-        f"{type(one).__name__} {str(one)[:120]!r}{f' <- ({_chain(one, depth - 1)})' if depth else ''}"
-        for one in holders
-    ]
-    return " | ".join(words)
 
 
 _profiles: dict[str, cProfile.Profile] = {}

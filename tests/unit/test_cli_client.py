@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nvsnap_launch import client
+from nvsnap_launch import cli, client
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import protocol
 
@@ -136,8 +136,9 @@ def test_the_engines_own_deadline(
 
 def test_what_becomes_of_a_request_that_is_given_up(control: ControlDirectory) -> None:
     control.write_status("serving", leader=leader(os.getpid()))
-    with pytest.raises(client.RequestFailed, match=r"the state is serving; the request was withdrawn$"):
+    with pytest.raises(client.TooLate, match=r"the state is serving$") as found:
         client.request(control, "prepare", 0)
+    assert found.value.withdrawn is True
 
     def take() -> None:
         while not (control.path / "prepare").exists():
@@ -147,16 +148,18 @@ def test_what_becomes_of_a_request_that_is_given_up(control: ControlDirectory) -
 
     taker = threading.Thread(target=take)
     taker.start()
-    with pytest.raises(client.RequestFailed, match=r"the engine had begun, so it goes on, and `nvsnap-launch restore`"):
+    with pytest.raises(client.TooLate, match="the state is preparing") as found:
         client.request(control, "prepare", 0.5)
+    assert found.value.withdrawn is False
     taker.join()
+    assert cli._what_becomes_of_it("prepare", False).endswith("`nvsnap-launch restore` would undo it")
 
 
 def test_who_asks_before_there_is_an_engine_is_told(control: ControlDirectory) -> None:
     control.write_supervisor("c")
     control.write_status("starting")
     said: list[str] = []
-    with pytest.raises(client.RequestFailed, match="the state is starting; the request was withdrawn"):
+    with pytest.raises(client.TooLate, match="the state is starting"):
         client.request(control, "prepare", 0.3, said.append)
     assert said == ["no process of an engine that is known here has shown itself yet; waiting for one"]
 

@@ -11,11 +11,13 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hooks_support import HOOKS, config, environment
-from nvsnap_hooks import procfs, protocol
+from nvsnap_hooks import control as control_thread
+from nvsnap_hooks import guard, procfs, protocol
 from nvsnap_hooks.deadline import Deadline
 from support import wait_until
 
@@ -351,3 +353,31 @@ def test_the_configuration_of_the_tests_is_the_launchers(control: Path) -> None:
 
     real = Settings.load().hooks_config(control, "a-cookie")
     assert set(config(control)) == set(real)
+
+
+def test_a_guard_that_is_started_after_a_restore_knows_the_launcher_of_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one of before the dump is no process here: a guard that waited for its end would end the engine at once."""
+    launcher = SimpleNamespace(pid=4123456)
+    launcher.died = lambda: launcher.__dict__.update(pid=77)
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    here = control_thread.Control.__new__(control_thread.Control)
+    here.config, here.pid, here._guard, here._launcher = {"control_dir": str(tmp_path)}, 5, None, launcher  # type: ignore[assignment]
+    here.ensure_guard()
+    assert started[0][-2:] == ["5", "77"]
+
+
+def test_only_the_deadline_that_was_read_counts_as_under_way(tmp_path: Path) -> None:
+    """Between the two looks another one may have taken its place, locked: it has its own time."""
+    path = tmp_path / "deadline.json"
+    deadline = Deadline(str(tmp_path))
+    deadline.arm("prepare", 1, 75)
+    seen = guard.identity(path.stat())
+    assert guard.is_under_way(str(path), seen)
+    deadline.arm("restore", 1, 74)
+    assert not guard.is_under_way(str(path), seen)
+    assert guard.is_under_way(str(path), guard.identity(path.stat()))
+    deadline.let_go()
+    assert not guard.is_under_way(str(path), guard.identity(path.stat()))

@@ -121,7 +121,7 @@ def test_after_a_failure_nothing_is_registered_and_a_new_custom_all_reduce_is_wa
     with pytest.raises(RuntimeError, match="has to be made anew"):
         recapture.step(here, 2)
     all_reduce.found.clear()
-    recapture.spoiled = ""  # gpu.py: custom all-reduce was released
+    recapture.spoiled = None  # gpu.py: custom all-reduce was released
     assert recapture.step(here, 9)["captured"] == 5
 
 

@@ -33,13 +33,13 @@ def nvsnap(core: Any, action: str, options: dict[str, Any]) -> Report:
     report: Report = {"ok": True, "error": None, "pid": os.getpid()}
     try:
         report.update(getattr(gate, f"do_{action}")(options) or {})
+        report["ending"] = not gate._core("core_is_running")  # told to end (SIGTERM), which it does after this
     except Exception as error:
         report.update(ok=False, error=f"{type(error).__name__}: {error}")
         say(f"{action} failed in the engine core: {traceback.format_exc(limit=12)}")
         if isinstance(error, TimeoutError):
             report["fatal"] = True  # vLLM's RPC is out of step now: the ranks can't be asked again
     stacks.disarm(gate.control_dir)
-    report["ending"] = not gate._core("core_is_running")  # told to end (SIGTERM), which it does after this
     return report
 
 

@@ -53,7 +53,7 @@ class Gpu:
             lambda: self.kv_cache.reacquire(site),
         )
         if self.custom_all_reduce.released:  # so the next one is new
-            self._recapture.spoiled = ""
+            self._recapture.spoiled = None
         graphs, *others = (_part(resource, site) for resource in self.before_groups)
         return [graphs._replace(release=lambda: self._release_graphs(site)), *others], [cache]
 

@@ -38,7 +38,8 @@ class Recapture:
         self.graphs = graphs
         self._stream: Any = None
         self._unregistered = False  # custom all-reduce has found addresses in graphs that its peers don't know yet
-        self.spoiled = ""  # why custom all-reduce has found addresses in graphs that are gone: until it is made anew
+        # Why custom all-reduce has found addresses in graphs that are gone: until it is made anew.
+        self.spoiled: Exception | None = None
         self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
     def count(self, site: Site) -> dict[str, int]:
@@ -55,7 +56,7 @@ class Recapture:
         """
         started = time.monotonic()
         if self.spoiled:
-            raise RuntimeError(f"{self.spoiled}; now custom all-reduce has to be made anew: by a prepare and restore")
+            raise self.spoiled
         pieces = self._next(site, count)
         risk = live_state_at_risk(site) if pieces else None
         if risk and not fresh and has_requests(site.runner):
@@ -88,7 +89,7 @@ class Recapture:
         if error is None and last:
             error = _together(site, lambda: self.register(site))
         if error is not None:
-            self._give_up(site, f"{type(error).__name__}: {error}")
+            self._give_up(site, error)
             try:
                 raise error
             finally:
@@ -96,12 +97,14 @@ class Recapture:
         del self.graphs.pending[: len(pieces)]
         self.graphs.settle()
 
-    def _give_up(self, site: Site, why: str) -> None:
+    def _give_up(self, site: Site, why: Exception) -> None:
         """All eager: with graphs a rank pads its batches, which one without would not follow. What custom all-reduce found it
         must never register: ranks may have found different numbers, and each reads its peers' lists by its own."""
         self.graphs.make_eager()
         self._unregistered = False
-        self.spoiled = why if _custom_all_reduces(site) else ""
+        if _custom_all_reduces(site):
+            words = f"{type(why).__name__}: {why}; now custom all-reduce has to be made anew, by a prepare and restore"
+            self.spoiled = Elsewhere(words) if isinstance(why, Elsewhere) else RuntimeError(words)
         self.graphs.start_over(site)
 
     def _capture(self, site: Site, pieces: list[Piece], last: bool) -> None:
@@ -212,12 +215,12 @@ def _only_budgets(encoder: Any, wanted: set[Any]) -> Iterator[None]:
         yield
 
 
-def _together(site: Site, call: Callable[[], None]) -> BaseException | None:
+def _together(site: Site, call: Callable[[], None]) -> Exception | None:
     """Collective: None where the call went well on every rank."""
-    error: BaseException | None = None
+    error: Exception | None = None
     try:
         call()
-    except BaseException as found:
+    except Exception as found:
         error = found
     try:
         if site.agree(error is None):

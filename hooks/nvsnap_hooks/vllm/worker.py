@@ -70,9 +70,8 @@ class _Rank:
         self.cpu_shm = CpuShm()
         self.groups = Groups()
         self.gpu: Gpu | None = None  # made when the rank is first asked for something, and is on a GPU
-        self._reached: int | None = (
-            None  # how many resources a release has begun with; None when there is nothing to undo
-        )
+        # How many resources a release has begun with; None when there is nothing to undo.
+        self._reached: int | None = None
 
     @classmethod
     def of(cls, wrapper: Any) -> _Rank:
@@ -153,10 +152,10 @@ class _Rank:
 
     def _release_together(self, report: Report, site: Site, part: Part) -> None:
         """On to the next resource only when all ranks are done with this one, or a rank would wait there for one that failed."""
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             self._run(report, (part.resource.name, part.release))
-        except BaseException as found:
+        except Exception as found:
             error = found
         if not site.agree(error is None):
             raise error or spanning.Elsewhere(f"another rank could not release its {part.resource.name}")
