@@ -151,6 +151,7 @@ def test_a_full_disk(start: Start) -> None:
     engine.answers(ranks=1)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
 def test_a_disk_that_fills_up_meanwhile(start: Start) -> None:
     """The deadline is taken away all the same: an engine that serves again is not ended by it."""

@@ -1,7 +1,7 @@
 """Every step of prepare and restore x wherever it runs x {raise, hang, hang with the GIL, kill, SIGTERM} (public cases 22, 23).
 
 Each ends in serving on all ranks with the same answers, or in an exit that names process, step and reason and leaves nothing.
-A slice of the fatal cases is fast enough for every run; all of them carry the marker ``faults``.
+A slice of the cases is fast enough for every run; the others carry the marker ``faults``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ FATAL = [
     if not (case.kind == "term" and case.who == "leader")  # an orderly stop
 ]
 SLICE = {
+    Case("prepare", "audit", "raise", "leader"),
+    Case("prepare", "hold", "raise", "core"),
+    Case("prepare", "park", "raise", "core"),
+    Case("prepare", "groups.release", "raise", "0"),
+    Case("prepare", "cpu_shm.residue", "raise", "1"),
     Case("prepare", "close", "hang", "core"),
     Case("prepare", "audit", "hang_gil", "leader"),
     Case("restore", "groups.reacquire", "hang_gil", "1"),
@@ -131,7 +136,7 @@ def _incarnate(engine: Engine) -> None:
 # -- back to serving --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in UNDONE])
+@pytest.mark.parametrize("case", _marked(UNDONE))
 def test_undone(shared: Engine, case: Case) -> None:
     _is_undone(shared, case)
 

@@ -327,7 +327,7 @@ KEEPS = """
 
 
 @pytest.mark.parametrize("then", ["stays", "ends"])
-@pytest.mark.parametrize("tracker", ["works", "hangs"])
+@pytest.mark.parametrize("tracker", ["works", pytest.param("hangs", marks=pytest.mark.whole)])
 def test_a_killed_engine_leaves_nothing_in_shared_memory(
     launcher: Launcher, python: str, tracker: str, then: str
 ) -> None:
