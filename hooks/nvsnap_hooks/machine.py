@@ -115,8 +115,8 @@ class Machine:
         records = coverage.records(self.config)
         if os.getpid() not in records:
             raise Refused(
-                "this process has no record in the control directory that could be read (deleted, never written, or no "
-                "descriptor is left): if it does not come back, only a new start helps"
+                "this process has no record in the control directory that can be read: if it was deleted, or never written, "
+                "only a new start helps"
             )
         wrong = coverage.unpatched(records, pids, self.engine.is_engine_process)
         wrong += coverage.strays()
