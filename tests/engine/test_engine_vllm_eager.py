@@ -62,7 +62,7 @@ def test_every_process_is_registered_and_patched(server: Server) -> None:
 
 
 def test_doctor_finds_every_target(server: Server) -> None:
-    found = server.cli("doctor", "--", *server.command())
+    found = server.cli("doctor", "-v", "--", *server.command())
     targets = [line for line in found.stdout.splitlines() if " target " in line]
     assert len(targets) > 15
     assert [line for line in targets if not line.startswith("ok ")] == []
