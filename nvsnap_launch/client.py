@@ -169,15 +169,16 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
         status = control.status() or {}
         found = status.get("state")
         refused = _refusal(status) if wanted == protocol.PREPARED else ""
+        lost = _is_lost(control, status)
         asked_again = (control.path / protocol.PREPARE).exists()
         if refused and not asked_again and (status.get("generation") != before or history.refusal()):
             raise RequestFailed(refused)
         another_may_come = time.monotonic() < next_by or (watch.has_time() and control.holder())
         if status != earlier or not another_may_come:
-            if _reached(wanted, status) and (wanted in _OVER or watch.somebody()):
+            if _reached(wanted, status, lost) and (wanted in _OVER or watch.somebody()):
                 return status
             _stop_if_over(status)
-        if status != earlier and (found == wanted or (wanted == ALIVE and leader_is_dead(status))):
+        if status != earlier and (found == wanted or (wanted == ALIVE and lost)):
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
             last = f" ({refused})" if refused else ""
@@ -216,13 +217,20 @@ def _refusal(status: dict[str, Any]) -> str:
     return f"the last prepare was refused: {last.get('error')}" if refused else ""
 
 
-def _reached(wanted: str, status: dict[str, Any]) -> bool:
+def _reached(wanted: str, status: dict[str, Any], lost: bool) -> bool:
     found = status.get("state")
     if wanted in _OVER:
         return bool(found == wanted)
-    reached = found not in (None, *_OVER) if wanted == ALIVE else found == wanted
+    if wanted == ALIVE:
+        return found not in (None, *_OVER) and not lost
     # One that came with an image tells of a leader that is not here; one of a dead leader, of nothing that is still so.
-    return reached and not leader_is_dead(status)
+    return bool(found == wanted) and not leader_is_dead(status)
+
+
+def _is_lost(control: ControlDirectory, status: dict[str, Any]) -> bool:
+    """Its leader is dead, and was the launcher's: one of another launch came with an image, and the launcher waits for its own."""
+    cookie = (control.supervisor() or {}).get("cookie")
+    return leader_is_dead(status) and (status.get("leader") or {}).get("cookie") == cookie
 
 
 def _left_by_an_earlier_launcher(control: ControlDirectory) -> dict[str, Any] | None:

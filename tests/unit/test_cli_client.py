@@ -252,3 +252,15 @@ def test_alive_is_not_an_engine_whose_leader_is_dead(control: ControlDirectory) 
         control.write_status(state, leader=leader(GONE))
         with pytest.raises(client.RequestFailed, match=f"the state is {state}, but the process that wrote it is gone"):
             client.wait_for(control, "alive", 0)
+
+
+@pytest.mark.parametrize("cookie", [None, "another"])
+def test_a_status_of_another_launch_tells_nothing_of_what_is_waited_for(
+    control: ControlDirectory, cookie: str | None
+) -> None:
+    """It came with an image, into a container that waits for an engine."""
+    control.write_supervisor(cookie)
+    control.write_status("serving", leader=leader(GONE))
+    assert client.wait_for(control, "alive", 0)["state"] == "serving"
+    with pytest.raises(client.RequestFailed):
+        client.wait_for(control, "ready", 0)
