@@ -50,7 +50,7 @@ test: test-fast setup
 	@NVSNAP_WORK='$(WORK)' NVSNAP_CRIU='$(or $(NVSNAP_CRIU),$(WORK)/criu/criu)' $(PYTHON) -m pytest -m '(engine or criu or gpu or image) and not slow' $(PYTEST) || $(NO_TEST)
 
 test-fast: venv
-	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 --dist worksteal -m 'not engine and not criu and not gpu and not faults and not whole and not image' $(PYTEST) || $(NO_TEST)
+	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 6 --dist worksteal -m 'not engine and not criu and not gpu and not faults and not whole and not image' $(PYTEST) || $(NO_TEST)
 
 check: venv
 	@$(PYTHON) -m ruff check $(SOURCES)

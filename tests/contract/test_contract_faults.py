@@ -86,7 +86,6 @@ SLICE = {
     Case("prepare", "cpu_shm.residue", "raise", "1"),
     Case("prepare", "close", "hang", "core"),
     Case("prepare", "audit", "hang_gil", "leader"),
-    Case("restore", "groups.reacquire", "hang_gil", "1"),
     Case("prepare", "groups.release", "term", "0"),
     Case("restore", "ranks.reacquire", "kill", "leader"),
 }

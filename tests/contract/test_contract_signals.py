@@ -320,6 +320,7 @@ def test_restore_while_it_starts_does_no_harm(start: Start) -> None:
     assert any("nothing to restore" in event["event"] for event in engine.events())
 
 
+@pytest.mark.whole
 def test_to_everybody_from_the_first_instant_on(start: Start) -> None:
     """Each process gets both, again and again, from the moment it is there until the engine serves."""
     engine = start("--startup-seconds", "0.3", STANDIN_IMPORT_SECONDS="0.3")
