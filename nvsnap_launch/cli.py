@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -162,19 +160,14 @@ def run(command: tuple[str, ...], control_dir: str | None, **options: Any) -> in
     return _supervise(_load(control_dir, options), lambda settings, control: Supervisor(settings, control).run(command))
 
 
-def _mention(text: str) -> None:
-    """One line on stderr that nobody has to read: it waits for no reader, and a closed stream is no obstacle."""
-    with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{PREFIX}{text}\n".encode(errors="backslashreplace"))
-
-
 def _supervise(settings: Settings, begin: Callable[[Settings, ControlDirectory], int]) -> int:
+    from nvsnap_hooks import guard
+
     from nvsnap_launch import controldir
     from nvsnap_launch.settings import unknown_variables
 
     for name, why in unknown_variables(os.environ).items():
-        _mention(f"{name}: {why}")
+        guard.say(f"{name}: {why}", PREFIX)
     try:
         return begin(settings, controldir.prepare(settings.control_dir))
     except OSError as error:

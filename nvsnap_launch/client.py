@@ -69,8 +69,8 @@ def request(
         while True:
             status = control.status() or {}
             answers = [status.get(name) or {} for name in ("last", "ignored")]
-            answer = next((one for one in answers if identity in (one.get("requests") or ())), history.answer(identity))
-            if answer:
+            answer = next((one for one in answers if identity in (one.get("requests") or ())), None)
+            if answer := answer or history.answer(identity):
                 return _judge(answer, action)
             _stop_if_over(status)
             if status.get("state") == protocol.STARTING and not watch.leader() and tell:
@@ -169,16 +169,19 @@ def wait_for(control: ControlDirectory, state: str, timeout: float) -> dict[str,
         status = control.status() or {}
         found = status.get("state")
         refused = _refusal(status) if wanted == protocol.PREPARED else ""
-        lost = _is_lost(control, status)
-        asked_again = (control.path / protocol.PREPARE).exists()
-        if refused and not asked_again and (status.get("generation") != before or history.refusal()):
+        lost = wanted == ALIVE and _is_lost(control, status)
+        if (
+            refused
+            and (status.get("generation") != before or history.refusal())
+            and not (control.path / protocol.PREPARE).exists()  # asked again
+        ):
             raise RequestFailed(refused)
         another_may_come = time.monotonic() < next_by or (watch.has_time() and control.holder())
         if status != earlier or not another_may_come:
             if _reached(wanted, status, lost) and (wanted in _OVER or watch.somebody()):
                 return status
             _stop_if_over(status)
-        if status != earlier and (found == wanted or (wanted == ALIVE and lost)):
+        if status != earlier and (found == wanted or lost):
             watch.pause("", gone=f"the state is {found}, but the process that wrote it is gone")
         else:
             last = f" ({refused})" if refused else ""

@@ -198,9 +198,9 @@ def wait_for_words(paths: list[str]) -> dict[str, str]:
     return found
 
 
-def say(words: str) -> None:
+def say(words: str, prefix: str = "nvsnap: ") -> None:
     """On stderr. What a reader that is stuck has no room for is lost: nobody waits for it."""
-    data = f"nvsnap: {words}\n".encode(errors="replace")
+    data = f"{prefix}{words}\n".encode(errors="backslashreplace")
     try:
         while data and select.select((), (2,), (), 0)[1]:
             data = data[os.write(2, data[: select.PIPE_BUF]) :]

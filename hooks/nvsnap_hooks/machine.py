@@ -11,19 +11,7 @@ import os
 import signal
 import time
 
-from . import (
-    coverage,
-    environment,
-    guard,
-    listener,
-    metadata,
-    procfs,
-    protocol,
-    registry,
-    rendezvous,
-    residue,
-    stacks,
-)
+from . import coverage, environment, guard, listener, metadata, procfs, protocol, registry, rendezvous, residue, stacks
 from .deadline import Deadline
 from .graphs import Graphs
 from .status import Status, brief
@@ -542,19 +530,17 @@ def _wrong(action: str, ranks: Reports) -> list[str]:
     """What failed, and what is in the way: the same words of several ranks once. The first cause goes before what came of it."""
     failed = [rank for rank in ranks if not rank["ok"]]
     causes = [rank for rank in failed if not rank.get("elsewhere")] or failed
-    said: dict[str, list[str]] = {}
-    for rank in causes:
-        said.setdefault(rank["error"], []).append(_name(rank))
-    found = [f"{action} failed on {', '.join(names)}: {text}" for text, names in said.items()]
-    in_the_way: dict[str, list[str]] = {}
-    for rank in ranks:
-        for text in rank.get("obstacles") or ():
-            in_the_way.setdefault(text, []).append(_name(rank))
-    return found + [f"{', '.join(names)}: {text}" for text, names in in_the_way.items()]
+    errors = [(rank, rank["error"]) for rank in causes]
+    obstacles = [(rank, text) for rank in ranks for text in rank.get("obstacles") or ()]
+    return [f"{action} failed on {said}" for said in _by_words(errors)] + _by_words(obstacles)
 
 
-def _name(rank: dict[str, Any]) -> str:
-    return f"rank {rank['rank']} (process {rank['pid']})"
+def _by_words(told: list[tuple[dict[str, Any], str]]) -> list[str]:
+    """Each text once, with all ranks that tell it."""
+    names: dict[str, list[str]] = {}
+    for rank, text in told:
+        names.setdefault(text, []).append(f"rank {rank['rank']} (process {rank['pid']})")
+    return [f"{', '.join(ranks)}: {text}" for text, ranks in names.items()]
 
 
 def _describe(residue: dict[int, list[str]]) -> str:

@@ -122,8 +122,13 @@ def test_what_is_said_waits_for_no_reader(tmp_path: Path) -> None:
         while True:
             os.write(writer, b"x" * 4096)
     os.set_blocking(writer, True)
-    environment = {**os.environ, "NVSNAP_CONTROL_DIR": str(tmp_path / "c"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", "from nvsnap_launch import cli; cli._mention('word'); open('said', 'x')"]
+    environment = {
+        **os.environ,
+        "NVSNAP_CONTROL_DIR": str(tmp_path / "c"),
+        "NVSNAP_DRIAN_S": "5",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "nvsnap_launch", "run", "--", "touch", "said"]
     subprocess.run(command, cwd=tmp_path, env=environment, stderr=writer, check=True, timeout=30)
     assert (tmp_path / "said").exists()
     for end in (reader, writer):

@@ -42,3 +42,26 @@ def test_what_is_in_the_way(tmp_path: Path, change: str, words: str) -> None:
     assert before == []
     assert [reason for reason in after if reason.startswith(words)] == after and len(after) == 1
     assert alive, "nothing was touched"
+
+
+def test_an_old_group_that_somebody_holds_is_a_leftover(tmp_path: Path) -> None:
+    """In a tuple nothing of ours can put the new one in its place: it would be used again, destroyed. A dict is filled anew."""
+    code = """
+        import json
+        from nvsnap_hooks.torch.groups import Groups
+        from vllm.distributed import parallel_state
+
+        parallel_state.initialize(0, 1, "file:///nowhere")
+        coordinators = [parallel_state._WORLD, parallel_state._TP]
+        cached, planted = {"group": coordinators[1].cpu_group}, (coordinators[1].cpu_group,)
+        groups = Groups()
+        groups.release(coordinators)
+        held = groups.residue()
+        del planted
+        print(json.dumps([held, groups.residue(), cached]))
+    """
+    found = run(code, environment(None, ROOT / "tests" / "standin"))
+    assert found.returncode == 0, found.stderr
+    held, left, cached = json.loads(found.stdout)
+    assert len(held) == 1 and held[0].startswith("process group '") and held[0].endswith("' is still referenced")
+    assert (left, cached) == ([], {"group": None})

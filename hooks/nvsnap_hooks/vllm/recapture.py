@@ -39,7 +39,7 @@ class Recapture:
         self._stream: Any = None
         self._unregistered = False  # custom all-reduce has found addresses in graphs that its peers don't know yet
         # Why custom all-reduce has found addresses in graphs that are gone: until it is made anew.
-        self.spoiled: Exception | None = None
+        self.spoiled: tuple[type[RuntimeError], str] | None = None
         self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
     def count(self, site: Site) -> dict[str, int]:
@@ -56,7 +56,8 @@ class Recapture:
         """
         started = time.monotonic()
         if self.spoiled:
-            raise self.spoiled
+            kind, words = self.spoiled  # no exception is kept: it would keep the frames that it passed
+            raise kind(words)
         pieces = self._next(site, count)
         risk = live_state_at_risk(site) if pieces else None
         if risk and not fresh and has_requests(site.runner):
@@ -104,7 +105,7 @@ class Recapture:
         self._unregistered = False
         if _custom_all_reduces(site):
             words = f"{type(why).__name__}: {why}; now custom all-reduce has to be made anew, by a prepare and restore"
-            self.spoiled = Elsewhere(words) if isinstance(why, Elsewhere) else RuntimeError(words)
+            self.spoiled = (Elsewhere if isinstance(why, Elsewhere) else RuntimeError), words
         self.graphs.start_over(site)
 
     def _capture(self, site: Site, pieces: list[Piece], last: bool) -> None:
