@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from nvsnap_hooks.vllm.versions import Entry
+from nvsnap_hooks.versions import Entry
 
 BEGIN = "<!-- versions: written by `make matrix` -->"
 END = "<!-- end of versions -->"

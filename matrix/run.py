@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nvsnap_hooks.versions import LEVELS
 from nvsnap_hooks.vllm import versions
 
 from demo.report import Report, tail
@@ -73,7 +74,7 @@ class Matrix:
         """Level by level, as far as it goes."""
         claimed = versions.TABLE[version].cpu
         last = HERE[0] if self.options.only_resolves else HERE[-1]
-        result = Result(version, claimed, min(claimed, last, key=versions.LEVELS.index))
+        result = Result(version, claimed, min(claimed, last, key=LEVELS.index))
         engine = engines.folder(self.options.work, version)
         installed = engine.exists()
         try:

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nvsnap_hooks.vllm.targets import Target
+from nvsnap_hooks.targets import Target
 
 Folder = Path | zipfile.Path
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.stmt

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.engine
 LAB = """
     import json, sys, types
     import torch
-    from nvsnap_hooks.vllm import versions
+    from nvsnap_hooks import versions
     from nvsnap_hooks.vllm.kv_cache import KvCache
     from nvsnap_hooks.vllm.site import Site
+    from nvsnap_hooks.vllm.versions import TABLE
 
-    versions.running = versions.TABLE["0.32.0"].targets
+    versions.running = TABLE["0.32.0"].targets
 
     class FullAttentionSpec: pass
     class SinkFullAttentionSpec: pass

@@ -19,9 +19,9 @@ RANK = """
     from types import SimpleNamespace as Some
     rank, size, path, holders = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     import torch.distributed as dist
-    from nvsnap_hooks.vllm.pynccl import Pynccl
+    from nvsnap_hooks.rank.pynccl import Pynccl
     from nvsnap_hooks.vllm.site import Site
-    from nvsnap_hooks.vllm.spanning import compare
+    from nvsnap_hooks.rank.spanning import compare
 
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
     stages = [dist.new_group(list(range(first, first + 2))) for first in range(0, size, 2)]

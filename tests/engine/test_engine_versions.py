@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from engine_support import PROMPTS, ROOT, Engine, Server, Stream, free_port, procfs, wait_until
+from nvsnap_hooks import versions as common
 from nvsnap_hooks.vllm import versions
 
 from matrix import engines
@@ -56,7 +57,7 @@ def server(work: Path, tmp_path: Path) -> Iterator[Server]:
 
 def test_cycles(server: Server) -> None:
     described = server.status()["engine"]
-    assert (versions.public(described["version"]), described["verified"]) == (VERSION, True)
+    assert (common.public(described["version"]), described["verified"]) == (VERSION, True)
     answers = {prompt: server.ask(prompt) for prompt in PROMPTS}
     assert len(set(answers.values())) > 1, "a model that always says the same proves nothing"
     long_answer = server.ask(PROMPTS[0], STREAMED)

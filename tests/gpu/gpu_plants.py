@@ -85,12 +85,12 @@ class Plants:
         _shadow(Workspaces, "release", lambda self, site: {})
 
     def _plant_custom_all_reduce(self) -> None:
-        from nvsnap_hooks.vllm.custom_all_reduce import CustomAllReduce
+        from nvsnap_hooks.rank.custom_all_reduce import CustomAllReduce
 
         _shadow(CustomAllReduce, "release", lambda self, site: {})
 
     def _plant_pynccl(self) -> None:
-        from nvsnap_hooks.vllm.pynccl import Pynccl
+        from nvsnap_hooks.rank.pynccl import Pynccl
 
         _shadow(Pynccl, "release", lambda self, site: {})
 

@@ -13,12 +13,12 @@ from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from nvsnap_hooks import versions
 from nvsnap_hooks.live import Noted
+from nvsnap_hooks.targets import Target
 from nvsnap_hooks.torch import graphs as torch_graphs
-from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.graphs import Graphs
 from nvsnap_hooks.vllm.site import Site
-from nvsnap_hooks.vllm.versions import Target
 
 GRAPHS = "vllm.compilation.cuda_graph"
 BREAKABLE = "vllm.compilation.breakable_cudagraph"

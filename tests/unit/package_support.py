@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from hooks_support import write
-from nvsnap_hooks.vllm.targets import Target
+from nvsnap_hooks.targets import Target
 
 Members = dict[str, str]  # name -> the lines that define it
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from communicators_support import release
-from nvsnap_hooks.vllm import versions
+from nvsnap_hooks import versions
 from nvsnap_hooks.vllm.all_to_all import AllToAll
 
 MIB = 1 << 20

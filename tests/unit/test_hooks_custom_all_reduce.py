@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from communicators_support import DEVICE, RANKS, Group, Ranked, Site, on_all, regroup, release
 from nvsnap_hooks.cuda import runtime
-from nvsnap_hooks.vllm.custom_all_reduce import CustomAllReduce
+from nvsnap_hooks.rank.custom_all_reduce import CustomAllReduce
 
 CAPPED = 64
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from communicators_support import release
+from nvsnap_hooks import versions
 from nvsnap_hooks.flashinfer import workspaces
 from nvsnap_hooks.live import Noted
-from nvsnap_hooks.vllm import versions
 from nvsnap_hooks.vllm.flashinfer_workspaces import Workspaces
 
 MIB = 1 << 20

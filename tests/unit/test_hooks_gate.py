@@ -117,7 +117,7 @@ class Client:
 @pytest.fixture(autouse=True)
 def running(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version that the parts below are written after."""
-    monkeypatch.setattr(versions, "running", versions.TABLE["0.32.0"].targets)
+    monkeypatch.setattr("nvsnap_hooks.versions.running", versions.TABLE["0.32.0"].targets)
 
 
 @pytest.fixture

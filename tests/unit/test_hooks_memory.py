@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 from nvsnap_hooks import memory, procfs
-from nvsnap_hooks.vllm import broadcast, cpu_shm, versions
+from nvsnap_hooks.rank import broadcast
+from nvsnap_hooks.vllm import cpu_shm, versions
 from support import wait_until
 
 SIZE = 3 * mmap.PAGESIZE
@@ -63,7 +64,7 @@ def dies_of(touch: Callable[[], object]) -> int:
 @pytest.fixture(autouse=True)
 def running(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version that the parts below are written after."""
-    monkeypatch.setattr(versions, "running", versions.TABLE["0.32.0"].targets)
+    monkeypatch.setattr("nvsnap_hooks.versions.running", versions.TABLE["0.32.0"].targets)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from communicators_support import DEVICE, RANKS, Group, Site, on_all, regroup, release
-from nvsnap_hooks.vllm import pynccl, versions
-from nvsnap_hooks.vllm.pynccl import Pynccl
+from nvsnap_hooks.rank import pynccl
+from nvsnap_hooks.rank.pynccl import Pynccl
 
 _handles = itertools.count(0x5500, 0x10)
 
@@ -54,7 +54,8 @@ class PyNcclCommunicator:
 @pytest.fixture(autouse=True)
 def wrapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     windows = SimpleNamespace(_mem_pool=None)
-    monkeypatch.setattr(versions, "running", {"nccl_windows": SimpleNamespace(module="the_allocator", qualname="")})
+    windows = SimpleNamespace(module="the_allocator", qualname="")
+    monkeypatch.setattr("nvsnap_hooks.versions.running", {"nccl_windows": windows})
     monkeypatch.setitem(sys.modules, "the_allocator", windows)
     monkeypatch.setattr(pynccl, "_live", set())
     cuda = SimpleNamespace(set_device=lambda _: None)

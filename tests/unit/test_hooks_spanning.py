@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from communicators_support import RANKS, Group, on_all
-from nvsnap_hooks.vllm.spanning import Held, Spanning, compare, differences
+from nvsnap_hooks.rank.spanning import Held, Spanning, compare, differences
 
 TP, EP = (0, 1), (2, 3)
 

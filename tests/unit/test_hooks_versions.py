@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from hooks_support import HOOKS, config, environment, run, write
 from nvsnap_hooks import registry, vllm
-from nvsnap_hooks.vllm import rank_lists, shapes, versions
-from nvsnap_hooks.vllm.targets import GPU, Target
+from nvsnap_hooks import versions as common
+from nvsnap_hooks.rank import rank_lists
+from nvsnap_hooks.targets import GPU, Target
+from nvsnap_hooks.vllm import shapes, versions
 from package_support import package
 from support import wait_until
 
@@ -51,10 +53,10 @@ def test_versions(version: str, verified: bool) -> None:
         assert "0.32.0" in why, "it says which would do"
 
 
-@pytest.mark.parametrize("level", versions.LEVELS)
+@pytest.mark.parametrize("level", common.LEVELS)
 def test_a_required_level(level: str) -> None:
     why = versions.conflict("0.32.0", level)
-    reached = versions.LEVELS.index(versions.TABLE["0.32.0"].level) >= versions.LEVELS.index(level)
+    reached = common.LEVELS.index(versions.TABLE["0.32.0"].level) >= common.LEVELS.index(level)
     assert (why is None) is reached
     if why is not None:
         assert level in why
@@ -62,7 +64,7 @@ def test_a_required_level(level: str) -> None:
 
 
 def test_a_version_more_is_a_line_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = versions.Entry("resolves", versions.TABLE["0.32.0"].targets)
+    entry = common.Entry("resolves", versions.TABLE["0.32.0"].targets)
     monkeypatch.setitem(versions.TABLE, "99.1.7", entry)
     assert versions.lookup("99.1.7+cu999") is entry
     assert versions.conflict("99.1.7") is None
@@ -73,8 +75,8 @@ def test_a_version_more_is_a_line_more(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", versions.TABLE)
 def test_each_role_requires_what_it_uses(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = versions.TABLE[version]
-    assert entry.cpu in versions.LEVELS[:-1]
-    monkeypatch.setattr(versions, "running", entry.targets)
+    assert entry.cpu in common.LEVELS[:-1]
+    monkeypatch.setattr("nvsnap_hooks.versions.running", entry.targets)
     assert {"async_llm", "utility_call", "http_startup", "compile_key"} <= set(vllm.required("leader"))
     assert {"core_main", "core_method", "core_requests", "scheduler"} <= set(vllm.required("core"))
     assert {"worker_main", "worker_method", "coordinator", "ring", "torch_world"} <= set(vllm.required("worker"))
@@ -85,7 +87,7 @@ def test_each_role_requires_what_it_uses(version: str, monkeypatch: pytest.Monke
 
 
 def test_the_level_of_one_that_ran_on_gpus() -> None:
-    entry = versions.Entry("resolves", {})
+    entry = common.Entry("resolves", {})
     assert entry.level == "resolves"
     assert entry._replace(gpu="2026-11-30").level == "gpu"
 
@@ -93,7 +95,9 @@ def test_the_level_of_one_that_ran_on_gpus() -> None:
 def test_on_a_gpu_what_is_imported_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has its own word on its patches. What it has not imported it can't have used."""
     targets = {key: Target(GPU, "engine", key) for key in ("there", "not_there", "unused")}
-    monkeypatch.setattr(versions, "running", {**targets, "elsewhere": Target(("core",), "engine", "elsewhere")})
+    monkeypatch.setattr(
+        "nvsnap_hooks.versions.running", {**targets, "elsewhere": Target(("core",), "engine", "elsewhere")}
+    )
     states = {
         "there": registry.APPLIED,
         "not_there": "missing: engine.not_there",
@@ -152,7 +156,7 @@ def test_what_groups_were_made_from_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_the_hooks_name_is_in_every_entry() -> None:
     """A key that some entry lacks would be an exception half way."""
     used = set()
-    for path in (HOOKS / "nvsnap_hooks" / "vllm").glob("*.py"):
+    for path in (path for folder in ("vllm", "rank") for path in (HOOKS / "nvsnap_hooks" / folder).glob("*.py")):
         used |= set(re.findall(r"""(?:attribute|load|_core|_scheduler)\("([a-z_]+)\"""", path.read_text()))
     assert {"core_requests", "pause_states", "broadcaster", "groups", "utility_call"} <= used
     for version, entry in versions.TABLE.items():
@@ -208,10 +212,10 @@ ASK = """
         if os.fork() == 0:
             sys.path.insert(0, folder)
             importlib.import_module("vllm")
-            for module in sorted({target.module for target in versions.running.values()}):
+            for module in sorted({target.module for target in common.running.values()}):
                 importlib.import_module(module)
-            there = [key for key in versions.running if registry.patches[key] == registry.APPLIED]
-            wrapped = [key for key in there if getattr(versions.load(key), "__nvsnap__", None) == key]
+            there = [key for key in common.running if registry.patches[key] == registry.APPLIED]
+            wrapped = [key for key in there if getattr(common.load(key), "__nvsnap__", None) == key]
             print(json.dumps([registry.patches, importhook.errors, wrapped]), flush=True)
             os._exit(0)
         os.wait()

@@ -15,9 +15,9 @@ import pytest
 from hooks_support import write
 from matrix_support import call, copied, start
 from nvsnap_hooks import procfs, registry
+from nvsnap_hooks.targets import Target
+from nvsnap_hooks.versions import Entry
 from nvsnap_hooks.vllm import versions
-from nvsnap_hooks.vllm.targets import Target
-from nvsnap_hooks.vllm.versions import Entry
 from package_support import package
 from support import ROOT, wait_until
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 
 from .. import protocol, registry
-from . import versions
+from .. import versions as current
+from .versions import VERSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def install(origin: str | None) -> None:
     config = protocol.Config.from_environment()
     if config is None:
         return
-    version = versions.installed(origin)
-    refusal = versions.conflict(version, config.get("require_level") or "")
+    version = VERSIONS.installed(origin)
+    refusal = VERSIONS.conflict(version, config.get("require_level") or "")
     from .leader import install_refusing, is_server
 
     if refusal is not None:
@@ -40,15 +41,15 @@ def install(origin: str | None) -> None:
             os._exit(protocol.EXIT_UNSUPPORTED)
         install_refusing(refusal)
         return
-    entry = versions.lookup(version)
+    entry = VERSIONS.lookup(version)
     assert entry is not None
-    versions.running.update(entry.targets)
+    current.running.update(entry.targets)
     _install_patches(entry.targets)
 
 
 def required(role: str) -> tuple[str, ...]:
     """The patches without which a process of this role can't take part."""
-    targets = (key for key, target in versions.running.items() if role in target.roles)
+    targets = (key for key, target in current.running.items() if role in target.roles)
     return (*targets, f"{role}_method") if role in ("core", "worker") else tuple(targets)
 
 
@@ -60,8 +61,9 @@ def unmet(*roles: str) -> list[str]:
 
 def _install_patches(targets: dict[str, Target]) -> None:
     from ..flashinfer import workspaces
+    from ..rank import pynccl, rank_lists
     from ..torch import graphs, symmetric_memory
-    from . import core, pynccl, rank_lists, worker
+    from . import core, worker
     from .leader import wrap_engine_init, wrap_engine_shutdown, wrap_http_startup
 
     wrappers: dict[str, Callable[[Callable[..., Any]], Any]] = {

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import sys
 
-from . import versions
-from .spanning import Held, Spanning
+from .. import versions
+from ..rank.spanning import Held, Spanning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .site import Site
+    from ..rank.site import Site
 
 WITHOUT_MEMORY = ("AgRsAll2AllManager", "PassThroughAll2AllManager")
 ONE_SIDED, TWO_SIDED = "FlashInferNVLinkOneSidedManager", "FlashInferNVLinkTwoSidedManager"

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import traceback
 
-from .. import environment, protocol, stacks
+from .. import environment, protocol, stacks, versions
 from ..protocol import say
-from . import METHOD, versions
+from . import METHOD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

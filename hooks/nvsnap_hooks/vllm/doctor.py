@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 
 from .. import registry
-from . import targets, versions
+from . import targets
+from .versions import VERSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ def check() -> list[dict[str, Any]]:
     spec = importlib.util.find_spec("vllm")
     if spec is None:
         return [{"name": "vllm", "ok": False, "detail": "not installed"}]
-    version = versions.installed(spec.origin)
-    refusal = versions.conflict(version)
+    version = VERSIONS.installed(spec.origin)
+    refusal = VERSIONS.conflict(version)
     if refusal is not None:
         return [{"name": "vllm", "ok": False, "detail": refusal}]
-    entry = versions.lookup(version)
+    entry = VERSIONS.lookup(version)
     assert entry is not None
     found = [{"name": "vllm", "ok": True, "detail": f"{version}, verified at level {entry.level}"}]
     on_gpu = device()[0] != "cpu"

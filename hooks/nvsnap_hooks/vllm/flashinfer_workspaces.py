@@ -6,15 +6,15 @@ too: a new object in the global is found. How one is given up: ../flashinfer/wor
 
 from __future__ import annotations
 
+from .. import versions
 from ..flashinfer import workspaces
-from . import versions
-from .spanning import Held, Spanning
+from ..rank.spanning import Held, Spanning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .site import Site
+    from ..rank.site import Site
 
 SLOTS = ("_fi_ar_workspace", "_fi_ar_quant_workspace")  # vLLM's globals: both may name one workspace
 

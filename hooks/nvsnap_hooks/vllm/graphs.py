@@ -12,10 +12,9 @@ import sys
 import weakref
 from typing import NamedTuple
 
-from .. import collector
+from .. import collector, versions
 from ..shadow import instead, quiet
 from ..torch import graphs as torch_graphs
-from . import versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

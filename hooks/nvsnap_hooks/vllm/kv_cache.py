@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import versions
+from .. import versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 
-from .. import control, importhook, listener, registry
+from .. import control, importhook, listener, registry, versions
 from ..protocol import say
-from . import METHOD, versions
+from . import METHOD
+from .versions import VERSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class VllmEngine:
     def __init__(self, refusal: str | None = None, captures: bool = False) -> None:
         from . import version
 
-        entry = versions.lookup(version)
+        entry = VERSIONS.lookup(version)
         self.version = version
         self.level = entry.level if entry else ""
         self.verified = entry is not None

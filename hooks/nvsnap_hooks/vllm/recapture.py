@@ -15,11 +15,10 @@ import inspect
 import sys
 import time
 
-from .. import collector
+from .. import collector, versions
+from ..rank.spanning import Elsewhere
 from ..shadow import instead, quiet
-from . import versions
 from .graphs import Piece, budget
-from .spanning import Elsewhere
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,6 +45,10 @@ class Recapture:
         """``{captured, total}`` of the shapes to capture; total is 0 for an engine that runs without graphs."""
         total = len(self.graphs.holders(site).pieces)
         return {"captured": total - len(self.graphs.pending), "total": total}
+
+    def risk(self, site: Site) -> str | None:
+        """Why a capture would harm requests that run."""
+        return live_state_at_risk(site)
 
     def step(self, site: Site, count: int, fresh: bool = False) -> dict[str, Any]:
         """Capture the next ``count`` shapes on this rank. Collective. Returns ``{captured, total, seconds}``, and ``waits``:

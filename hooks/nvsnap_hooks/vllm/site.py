@@ -1,15 +1,15 @@
-"""What belongs to one rank of vLLM's, looked up anew at each action: where the resources of this rank find their objects."""
+"""One rank of vLLM's: its worker, model runner and configuration."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
 
-from . import versions
+from .. import versions
+from ..rank import site
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
 
@@ -19,28 +19,10 @@ WRITTEN_BY_SLOT = frozenset(
 )
 
 
-class Part(NamedTuple):
-    """A resource with its calls bound to the action that is under way."""
-
-    resource: Any
-    obstacles: Callable[[], list[str]]
-    release: Callable[[], dict[str, Any]]
-    reacquire: Callable[[], dict[str, Any]]
-
-
-class Site:
-    """One rank: its worker, model runner and configuration, and the group coordinators, oldest first.
-
-    A resource of a GPU takes one: ``obstacles(site)`` (nothing is touched: why it could not be brought back),
-    ``release(site)`` and ``reacquire(site)`` (collective: all ranks, in step; counts for the report), and ``residue()``.
-    What other ranks have a part in: spanning.py.
-    """
-
+class Site(site.Site):
     def __init__(self, wrapper: Any) -> None:
+        super().__init__(site.alive(versions.load("groups")._groups.values()))
         self.wrapper = wrapper
-        every = _all_coordinators()
-        self.coordinators = [c for c in every if hasattr(c, "group_ranks")]
-        self.foreign = [c for c in every if not hasattr(c, "group_ranks")]
 
     @property
     def worker(self) -> Any:
@@ -55,15 +37,6 @@ class Site:
     def config(self) -> Any:
         """The VllmConfig of this rank."""
         return self.worker.vllm_config
-
-    @property
-    def device(self) -> Any:
-        """``torch.device`` of this rank."""
-        return self.coordinators[0].device
-
-    @property
-    def on_gpu(self) -> bool:
-        return bool(self.coordinators) and getattr(self.device, "type", "cpu") == "cuda"
 
     def communicators(self) -> list[tuple[Any, Any]]:
         """(coordinator, its device communicator) of each group that has one; a communicator that two share comes once."""
@@ -82,61 +55,8 @@ class Site:
         each = [one for spec in specs for one in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
         return sorted({type(spec).__name__ for spec in each} - WRITTEN_BY_SLOT)
 
-    def synchronize(self) -> None:
-        """All work that was submitted to this rank's GPU has ended."""
-        if self.on_gpu:
-            import torch
-
-            torch.cuda.synchronize(self.device)
-
-    @staticmethod
-    def ranks(coordinator: Any) -> tuple[int, ...]:
-        """Of a coordinator's group, as the world counts them."""
-        import torch.distributed as dist
-
-        return tuple(dist.get_process_group_ranks(coordinator.cpu_group))
-
-    def barrier(self) -> None:
-        """All ranks of the engine are here. Over the CPU group: never NCCL."""
-        import torch.distributed as dist
-
-        world = self.coordinators[0]
-        if world.world_size > 1:
-            dist.barrier(group=world.cpu_group)
-
-    def gather(self, value: Any) -> dict[int, Any]:
-        """What each rank of the engine gives, by rank. Collective, over the CPU group of all."""
-        import torch.distributed as dist
-
-        world = self.coordinators[0]
-        values = [value] * world.world_size
-        if world.world_size > 1:
-            dist.all_gather_object(values, value, group=world.cpu_group)
-        return dict(zip(self.ranks(world), values, strict=True))
-
-    def agree(self, fine: bool) -> bool:
-        """Is it fine on every rank? Collective, over the CPU group of all."""
-        world = self.coordinators[0]
-        if world.world_size == 1:
-            return fine
-        import torch
-
-        count = torch.Tensor([float(fine)])
-        torch.distributed.all_reduce(count, group=world.cpu_group)
-        return bool(count[0] == world.world_size)
-
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
         """vLLM's communicators ask for the current configuration when they are made (``set_current_vllm_config``)."""
         with versions.load("set_config")(self.config):
             yield
-
-
-def _all_coordinators() -> list[Any]:
-    """Every live coordinator, oldest first, once each though several names may lead to it."""
-    found: dict[int, Any] = {}
-    for reference in list(versions.load("groups")._groups.values()):
-        coordinator = reference()
-        if coordinator is not None:
-            found.setdefault(id(coordinator), coordinator)
-    return list(found.values())

@@ -7,15 +7,15 @@ its buffer and stays off. FlashInfer's and models' own symmetric memory is their
 from __future__ import annotations
 
 from .. import registry
+from ..rank.communicators import Communicators
 from ..torch import symmetric_memory
-from .communicators import Communicators
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .site import Site
-    from .spanning import Held
+    from ..rank.site import Site
+    from ..rank.spanning import Held
 
 
 class SymmetricMemory(Communicators):

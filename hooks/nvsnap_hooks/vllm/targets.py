@@ -5,34 +5,17 @@ Data only. versions.py says which version has which, and how far it was seen to 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from ..targets import GPU, Target
+from ..targets import gpu as _gpu
 
+__all__ = ["GPU", "V0_20", "V0_22", "V0_23", "V0_30", "V0_33", "Target"]
 
-class Target(NamedTuple):
-    """Something of the engine's that the hooks wrap, call or read, and what it must look like there.
-
-    ``roles``: the processes that can't take part without it; "gpu" is a rank on a GPU that has imported the module.
-    ``qualname`` is "" for the module itself. A callable takes ``parameters`` first, in this order; ``names`` are what it takes
-    besides, or what a class or a module has (of a class also what its ``__init__`` sets).
-    """
-
-    roles: tuple[str, ...]
-    module: str
-    qualname: str
-    parameters: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-
-_LEADER, _CORE, _WORKER, GPU = ("leader",), ("core",), ("worker",), ("gpu",)
+_LEADER, _CORE, _WORKER = ("leader",), ("core",), ("worker",)
 _CORE_MODULE = "vllm.v1.engine.core"
 _EXECUTOR = "vllm.v1.executor.multiproc_executor"
 _GROUPS = "vllm.distributed.parallel_state"
 _DEVICES = "vllm.distributed.device_communicators"
 _TORCH = "torch.distributed.distributed_c10d"
-
-
-def _gpu(module: str, qualname: str = "", names: str = "", parameters: str = "") -> Target:
-    return Target(GPU, module, qualname, tuple(parameters.split()), tuple(names.split()))
 
 
 _COORDINATOR_INIT = ("group_ranks", "local_rank", "torch_distributed_backend", "use_device_communicator")

@@ -34,7 +34,7 @@ class Gpu:
         self.graphs = _graphs
 
     def parts(self, site, options):
-        from nvsnap_hooks.vllm.site import Part
+        from nvsnap_hooks.rank.site import Part
 
         return [Part(self.graphs, list, self.graphs.release, self.graphs.reacquire)], []
 

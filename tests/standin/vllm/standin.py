@@ -48,11 +48,11 @@ ACTIONS = ("close", "poll", "park", "hold", "environment", "open")
 # argument after self is part of the name.
 PLACES = {
     "rank": [
-        *(("vllm.worker", f"Broadcasters.{method}", f"broadcasters.{method}") for method in METHODS),
+        *(("rank.rank", f"Broadcasters.{method}", f"broadcasters.{method}") for method in METHODS),
         *(("vllm.worker", f"CpuShm.{method}", f"cpu_shm.{method}") for method in METHODS),
-        *(("vllm.worker", f"Groups.{method}", f"groups.{method}") for method in METHODS),
-        ("vllm.worker", "_Rank.do_check", "check"),
-        ("vllm.worker", "_Rank.do_environment", "environment"),
+        *(("rank.rank", f"Groups.{method}", f"groups.{method}") for method in METHODS),
+        ("rank.rank", "Rank.do_check", "check"),
+        ("rank.rank", "Rank.do_environment", "environment"),
         ("vllm.worker", "_prove", "prove"),
     ],
     "core": [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from . import versions
+from .. import versions
 from .communicators import Communicators
 
 TYPE_CHECKING = False

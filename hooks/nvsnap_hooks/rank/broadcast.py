@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from .. import collector, procfs
-from . import versions
+from .. import collector, procfs, versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
