@@ -207,7 +207,8 @@ def test_a_version_file_that_is_no_text_is_no_version(tmp_path: Path) -> None:
 ASK = """
     import asyncio, importlib, json, os, sys
     from nvsnap_hooks import importhook, registry
-    from nvsnap_hooks.vllm import core, leader, versions, worker
+    from nvsnap_hooks import versions as common
+    from nvsnap_hooks.vllm import core, leader, worker
     for folder in sys.argv[1:]:
         if os.fork() == 0:
             sys.path.insert(0, folder)
