@@ -1,7 +1,7 @@
 # make demo: the whole chain on a real engine. make test: all tests. Both make what they need under .work/ first.
 WORK := $(or $(NVSNAP_WORK),$(CURDIR)/.work)
 PYTHON := $(WORK)/venv/bin/python
-SOURCES := nvsnap_launch hooks bench demo images matrix tests
+SOURCES := nvsnap_launch hooks bench demo images matrix tests tools
 # pytest ends with 5 when it found no test: that is a failure too, but one that should be named.
 NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the selection right?' >&2; exit $$code; }
 
@@ -58,3 +58,4 @@ check: venv
 	@$(PYTHON) -m mypy
 	@$(PYTHON) -m mypy -p bench -p demo -p matrix
 	@$(PYTHON) -m mypy images/debian-cpu/build.py
+	@MYPYPATH=tools/sglang-cpu $(PYTHON) -m mypy -p sgl_kernel -p torchvision

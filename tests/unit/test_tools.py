@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +30,9 @@ INSTALL = ROOT / "tools" / "install-engine"
 SETUP = ROOT / "tools" / "setup"
 SHOW = """import json, os, sys
 print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}))"""
-BASH_SCRIPTS = [INSTALL, SETUP, ROOT / ".ci" / "run"]
+ENGINES = ROOT / "tools" / "engines"
+BASH_SCRIPTS = [INSTALL, SETUP, ROOT / ".ci" / "run", *sorted(ENGINES.glob("*.sh"))]
+STAND_INS = ROOT / "tools" / "sglang-cpu"
 
 
 def call(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +50,7 @@ def call(*command: str | Path, **environment: str) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("script", BASH_SCRIPTS, ids=lambda path: path.name)
 def test_shell_syntax(script: Path) -> None:
-    assert os.access(script, os.X_OK)
+    assert os.access(script, os.X_OK) == (script.parent != ENGINES), "the engines' files are read by install-engine"
     assert call("bash", "-n", script).stderr == ""
 
 
@@ -56,6 +60,8 @@ def test_shell_syntax(script: Path) -> None:
         ([], 64, "usage"),
         (["a", "b", "c"], 64, "usage"),
         (["latest", "somewhere"], 64, "version number"),
+        (["sglang", "latest", "somewhere"], 64, "version number"),
+        (["sglang", "0.5.23", "b", "c"], 64, "usage"),
         (["0.32.0", "--force"], 64, "folder name"),
         (["--help"], 0, "3.4 GB"),
     ],
@@ -74,14 +80,51 @@ def test_install_engine_never_empties_a_foreign_folder(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_install_engine_does_nothing_twice(tmp_path: Path) -> None:
-    command = tmp_path / "bin" / "vllm"
+def told_by(tools: Path, engine: str, version: str, function: str) -> str:
+    return call(
+        "bash", "-c", f'source "$TOOLS/engines/{engine}.sh"; {function}', TOOLS=str(tools), VERSION=version
+    ).stdout
+
+
+def made(engine: str, version: str, folder: Path) -> None:
+    """What an install leaves, as far as the next one looks at it."""
+    identity = told_by(ROOT / "tools", engine, version, "ready_id")
+    command = folder / "bin" / engine
     command.parent.mkdir()
     command.touch(mode=0o755)
-    (tmp_path / ".nvsnap-engine").write_text("0.32.0\n")
-    result = call(INSTALL, "0.32.0", tmp_path, NVSNAP_PYTHON="/does/not/exist")
+    (folder / ".nvsnap-engine").write_text(identity)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "engine", "version"),
+    [
+        (["0.32.0"], "vllm", "0.32.0"),
+        (["vllm", "0.27.1"], "vllm", "0.27.1"),
+        (["sglang", "0.5.18"], "sglang", "0.5.18"),
+        (["sglang"], "sglang", "0.5.23"),
+    ],
+)
+def test_install_engine_does_nothing_twice(tmp_path: Path, arguments: list[str], engine: str, version: str) -> None:
+    made(engine, version, tmp_path)
+    result = call(INSTALL, *arguments, tmp_path, NVSNAP_PYTHON="/does/not/exist")
     assert result.returncode == 0
-    assert "is there" in result.stdout
+    assert f"{version} is there" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["sglang", "0.32.0"], ["vllm", "0.32.1"]])
+def test_install_engine_tells_engines_and_versions_apart(tmp_path: Path, arguments: list[str]) -> None:
+    made("vllm", "0.32.0", tmp_path)
+    assert call(INSTALL, *arguments, tmp_path, NVSNAP_PYTHON="/does/not/exist").returncode == 127
+
+
+def test_other_stand_ins_make_the_environment_another_one(tmp_path: Path) -> None:
+    """But not its packages: those are kept."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    packages, ready = (told_by(tmp_path / "tools", "sglang", "1", name) for name in ("packages_id", "ready_id"))
+    with (tmp_path / "tools" / "sglang-cpu" / "stand_in.py").open("a") as file:
+        file.write("# another\n")
+    assert told_by(tmp_path / "tools", "sglang", "1", "packages_id") == packages
+    assert told_by(tmp_path / "tools", "sglang", "1", "ready_id") != ready
 
 
 def test_install_engine_says_which_python_it_lacks(tmp_path: Path) -> None:
@@ -125,6 +168,58 @@ def test_setup_installs_the_tools_of_the_tests(tmp_path: Path, user: int, there:
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "asked").exists() == installs
     assert not installs or "iproute2" in (tmp_path / "asked").read_text()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(STAND_INS)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("sgl_kernel", "rmsnorm"), ("torchvision.io", "decode_jpeg"), ("torchvision.transforms.v2.functional", "resize")],
+)
+def test_stand_ins_of_sglang_refuse_what_they_are_not(stand_ins: None, module: str, name: str) -> None:
+    missing = getattr(importlib.import_module(module), name)
+    with pytest.raises(NotImplementedError, match=rf"{module}\.{name}"):
+        missing(1, out=2)
+    assert not hasattr(sys.modules[module], "__wrapped__"), "a special name is nobody's function"
+
+
+class Vector(list[int]):
+    """As much of a tensor as the stand-in uses."""
+
+    def tolist(self) -> list[int]:
+        return self
+
+    def __getitem__(self, part: Any) -> Any:
+        return Vector(super().__getitem__(part))
+
+    def to(self, kind: type[float]) -> list[float]:
+        return [kind(number) for number in self]
+
+
+class Table:
+    dtype = float
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, int, int, list[float]]] = []
+
+    def __setitem__(self, place: tuple[int, slice], cells: list[float]) -> None:
+        row, part = place
+        self.written.append((row, part.start, part.stop, cells))
+
+
+def test_stand_in_kernel_gives_each_request_its_slots(stand_ins: None) -> None:
+    table, slots = Table(), Vector([11, 12, 13, 21])
+    assign = importlib.import_module("sgl_kernel").assign_req_to_token_pool_cpu
+    assign(Vector([7, 3]), table, Vector([0, 4]), Vector([3, 5]), slots, 8)
+    assert table.written == [(7, 0, 3, [11.0, 12.0, 13.0]), (3, 4, 5, [21.0])]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-x"], ["a", "b"]])
