@@ -6,9 +6,7 @@ ranks' resources: broadcast.py, ../torch/groups.py; cpu_shm.py on CPU; those of 
 
 from __future__ import annotations
 
-import os
-
-from .. import protocol, registry
+from .. import adapter, protocol, registry
 from .. import versions as current
 from .versions import VERSIONS
 
@@ -28,48 +26,38 @@ METHOD = "nvsnap"
 def install(origin: str | None) -> None:
     """Check the version, then watch for each target. An unverified version is left alone but for its leader."""
     global version
-    config = protocol.Config.from_environment()
-    if config is None:
+    if protocol.Config.from_environment() is None:
         return
     version = VERSIONS.installed(origin)
-    refusal = VERSIONS.conflict(version, config.get("require_level") or "")
-    from .leader import install_refusing, is_server
+    from .leader import VllmEngine, is_server
 
-    if refusal is not None:
-        if config.get("unverified") == "refuse" and is_server():
-            os.write(2, f"nvsnap: {refusal}\n".encode())
-            os._exit(protocol.EXIT_UNSUPPORTED)
-        install_refusing(refusal)
-        return
-    entry = VERSIONS.lookup(version)
-    assert entry is not None
-    current.running.update(entry.targets)
-    _install_patches(entry.targets)
+    if adapter.begin(VERSIONS, version, is_server, VllmEngine):
+        _install_patches(current.running)
 
 
 def required(role: str) -> tuple[str, ...]:
     """The patches without which a process of this role can't take part."""
-    targets = (key for key, target in current.running.items() if role in target.roles)
-    return (*targets, f"{role}_method") if role in ("core", "worker") else tuple(targets)
+    return adapter.required(role, [f"{role}_method"] if role in ("core", "worker") else ())
 
 
 def unmet(*roles: str) -> list[str]:
-    """Targets of these roles that are not as the table says, in this process. What it has not imported it does not use."""
-    names = [name for role in roles for name in required(role) if registry.patches.get(name) != registry.NOT_IMPORTED]
-    return registry.faults({"required": names, "patches": registry.patches})
+    """Targets of these roles that are not as the table says, in this process."""
+    return adapter.unmet(name for role in roles for name in required(role))
 
 
 def _install_patches(targets: dict[str, Target]) -> None:
+    from .. import control
+    from ..engine import wrap_http_startup
     from ..flashinfer import workspaces
     from ..rank import pynccl, rank_lists
     from ..torch import graphs, symmetric_memory
     from . import core, worker
-    from .leader import wrap_engine_init, wrap_engine_shutdown, wrap_http_startup
+    from .leader import wrap_engine_init, wrap_engine_shutdown
 
     wrappers: dict[str, Callable[[Callable[..., Any]], Any]] = {
         "async_llm": wrap_engine_init,
         "engine_shutdown": wrap_engine_shutdown,
-        "http_startup": wrap_http_startup,
+        "http_startup": wrap_http_startup(control.engine),
         "compile_key": _wrap_compile_key,
         "coordinator_init": rank_lists.wrap_coordinator_init,
         "flashinfer_memory": workspaces.own_memory.wrap,
@@ -82,11 +70,7 @@ def _install_patches(targets: dict[str, Target]) -> None:
         "core_main": registry.entry("core", "dp_rank", required("core")),
         "worker_main": registry.entry("worker", "rank", required("worker")),
     }
-    for name, target in targets.items():
-        if name in wrappers:
-            registry.wrap(name, target.module, target.qualname, target.parameters, wrappers[name], target.names)
-        else:
-            registry.target(name, *target[1:])
+    adapter.put_in(targets, wrappers)
     for name, method in (("core", core.nvsnap), ("worker", worker.nvsnap)):
         registry.attach(f"{name}_method", targets[name].module, targets[name].qualname, METHOD, method)
 

@@ -9,49 +9,28 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 
-from .. import control, importhook, listener, registry, versions
+from .. import control, importhook, registry, versions
+from ..engine import NCCL, SLACK, TICK, Engine, EngineError, is_spawned
 from ..protocol import say
 from . import METHOD
 from .versions import VERSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
     from collections.abc import Callable
     from typing import Any
 
-# What NCCL begins with the first communicator and keeps for the life of the process (2.28 to 2.30): its host's address, with
-# which none could be made after a move (bootstrap.cc); and sockets between all ranks, for diagnosis (ras/).
-NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
-
-SLACK = 5.0  # seconds that a call may take on top of what the engine itself is given
-TICK = 0.1  # seconds of running time: in these a call's limit is counted, and a freeze does not use it up
 RPC_SECONDS = 86400.0  # for vLLM's own limit, which goes by the clock (0.32.0, MultiprocExecutor.collective_rpc)
-AT_ONCE = 0.5  # seconds for an answer of a core that is at nothing long
 
 
 def is_server() -> bool:
     """Is this process one that would serve (and not a spawned child, a model inspection or `vllm bench`)?"""
-    # A spawned child imports the server's main module before it knows its parent; its own command line tells.
-    if any(word.startswith("from multiprocessing.") for word in sys.orig_argv):
-        return False
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+    if is_spawned():
         return False
     words = sys.argv[:3]
     return "serve" in words or any("api_server" in word for word in words)
-
-
-def install_refusing(refusal: str) -> None:
-    """An unverified version runs unpatched. Only the control thread is there, to answer a prepare with the reason."""
-    if is_server():
-        engine = VllmEngine(refusal)
-        engine.unpatched = True
-        registry.register("leader")
-        control.start(engine)
 
 
 def wrap_engine_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -124,46 +103,17 @@ def wrap_engine_shutdown(original: Callable[..., None]) -> Callable[..., None]:
     return shutdown
 
 
-def wrap_http_startup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """uvicorn's Server.startup: when it returns, the server listens."""
-
-    async def startup(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = await original(self, *args, **kwargs)
-        engine = control.engine()
-        if isinstance(engine, VllmEngine) and getattr(self, "started", False):
-            engine.listening.set()
-        return result
-
-    return startup
-
-
-class EngineError(Exception):
-    """The engine did not do what it was asked to. ``fatal``: it can't be asked again."""
-
-    def __init__(self, text: str, fatal: bool = False) -> None:
-        super().__init__(text)
-        self.fatal = fatal
-
-
-class VllmEngine:
+class VllmEngine(Engine):
     """One vLLM server as the state machine sees it. Every call blocks and is made by the control thread alone."""
 
     name = "vllm"
+    libraries = ("/vllm/",)
 
     def __init__(self, refusal: str | None = None, captures: bool = False) -> None:
         from . import version
 
-        entry = VERSIONS.lookup(version)
-        self.version = version
-        self.level = entry.level if entry else ""
-        self.verified = entry is not None
-        self.refusal = refusal
-        self.unpatched = False
-        self.captures_graphs = captures  # at its start
-        self.ending = False  # told to stop: calls into the core may fail now
-        self.listening = threading.Event()
+        super().__init__(VERSIONS, version, refusal, captures)
         self._llm: Any = None
-        self._loop: AbstractEventLoop | None = None
 
     def bind(self, llm: Any) -> None:
         """Take the engine and the event loop it lives in. Without a loop it can't be reached: that is a refusal, no error."""
@@ -175,11 +125,8 @@ class VllmEngine:
             self.refusal = self.refusal or "the engine was made outside an event loop, where it can't be reached"
         self._llm = llm
 
-    def is_serving(self) -> bool:
-        if not self.unpatched:
-            return self._llm is not None and self.listening.is_set()
-        # Nothing of ours runs when an unpatched server listens: look. (Its Unix sockets may be ZeroMQ's.)
-        return listener.count(unix=any(word.startswith("--uds") for word in sys.argv)) > 0
+    def is_up(self) -> bool:
+        return self._llm is not None and self.listening.is_set()
 
     # -- calls into the engine core ---------------------------------------------------------------
 
@@ -208,27 +155,15 @@ class VllmEngine:
             raise EngineError(f"engine core: {action}: {report['error']}", bool(report.get("fatal")))
         return report
 
-    def at_its_queue(self) -> dict[str, Any] | None:
-        """What a poll says; None while the engine core is at something long: a call of somebody else's, say, or a compilation."""
-        try:
-            return self.call("poll", 0, slack=AT_ONCE)
-        except EngineError:
-            return None
-
-    def still_there(self, timeout: float) -> None:
-        """Raises EngineError where the engine core ended, or was told to, since it was last asked."""
-        self.call("poll", timeout)
+    def poll(self, timeout: float, slack: float = SLACK) -> dict[str, Any]:
+        return self.call("poll", timeout, slack=slack)
 
     def close_admission(self, timeout: float) -> dict[str, Any]:
         return self.call("close", timeout)
 
     def drain(self, seconds: float, timeout: float) -> dict[str, Any]:
         """Let what runs finish for so many seconds, then park the rest. Returns the counts."""
-        deadline = time.monotonic() + seconds
-        state = self.call("poll", timeout)
-        while not state["idle"] and time.monotonic() < deadline:
-            time.sleep(0.05)
-            state = self.call("poll", timeout)
+        state = self.wait_until_idle(seconds, timeout)
         parked = 0
         if not state["idle"]:
             parked = state["running"]
@@ -256,35 +191,3 @@ class VllmEngine:
 
     def open_admission(self, timeout: float) -> dict[str, Any]:
         return self.call("open", timeout)
-
-    def settle(self, seconds: float, closed_before: set[int]) -> int:
-        """After a thaw: give the event loop time to notice connections that came back closed. Returns how many are left.
-
-        Their requests are aborted by vLLM itself as the loop sees the end of the connection; until then they must not run.
-        ``closed_before``: descriptors that had no connection when this process was prepared.
-        """
-        deadline = time.monotonic() + seconds
-        while left := listener.closed() - closed_before:
-            if time.monotonic() > deadline:
-                return len(left)
-            time.sleep(0.005)
-        self._loop_turns()
-        return 0
-
-    def _loop_turns(self) -> None:
-        """The end of a connection reaches the core through a few callbacks of the loop: let them pass."""
-        import asyncio
-
-        async def turns() -> None:
-            for _ in range(20):
-                await asyncio.sleep(0.001)
-
-        assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(turns(), self._loop).result(SLACK)
-
-    @staticmethod
-    def is_engine_process(pid: int, mapped: set[str]) -> bool:
-        """Does a process that did not register hold this engine? vLLM's own libraries, or torch outside a known helper."""
-        if any("/vllm/" in path and path.endswith(".so") for path in mapped):
-            return True
-        return any("libtorch_cpu" in path for path in mapped)
