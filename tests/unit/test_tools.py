@@ -156,6 +156,28 @@ def test_setup_makes_no_model_without_an_engine(tmp_path: Path) -> None:
     assert "tools/setup engine" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("part", "engine", "folder"),
+    [
+        ("oldest", "vllm", "engines/{}"),
+        ("sglang", "sglang", "engines/sglang-{}"),
+        ("sglang-oldest", "sglang", "engines/sglang-{}"),
+    ],
+)
+def test_setup_asks_for_a_version_of_the_table(tmp_path: Path, part: str, engine: str, folder: str) -> None:
+    (tmp_path / "hooks").symlink_to(ROOT / "hooks")
+    (tmp_path / "tools").mkdir()
+    shutil.copy(SETUP, tmp_path / "tools")
+    install = tmp_path / "tools" / "install-engine"
+    install.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    install.chmod(0o755)
+    result = call(tmp_path / "tools" / "setup", part, NVSNAP_WORK=str(tmp_path / "work"))
+    asked, version, where = result.stdout.splitlines()
+    assert asked == engine and version[0].isdigit()
+    assert where == f"{tmp_path}/work/{folder.format(version)}"
+    assert (tmp_path / "work" / "engines").is_dir()
+
+
 @pytest.mark.parametrize(("user", "there", "installs"), [(0, False, True), (0, True, False), (1000, False, False)])
 def test_setup_installs_the_tools_of_the_tests(tmp_path: Path, user: int, there: bool, installs: bool) -> None:
     stubs = {"id": f"echo {user}", "apt-get": f'echo "$@" >>{tmp_path}/asked'} | ({"ip": ":"} if there else {})
