@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from typing import NamedTuple
 
-from .. import collector, versions
+from .. import versions
+from ..rank import graphs
+from ..rank.graphs import Piece, Switch
 from ..shadow import instead, quiet
-from ..torch import graphs as torch_graphs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,23 +22,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .site import Site
-
-
-class Piece(NamedTuple):
-    """One shape to capture (of a model in pieces that makes a graph for each piece): whose, in which mode, which."""
-
-    owner: Any
-    mode: Any
-    shape: Any
-
-
-class Switch(NamedTuple):
-    """An attribute by which the engine decides whether to use graphs, and its value when it does."""
-
-    owner: Any
-    name: str
-    eager: Any
-    captured: Any
 
 
 class Holders(NamedTuple):
@@ -51,93 +34,33 @@ class Holders(NamedTuple):
     pieces: list[Piece]
 
 
-class Graphs:
-    """``pending``: what is still to be captured, in the engine's order. The rest is captured and, when all is, in use."""
-
-    name = "CUDA graphs"
-
-    def __init__(self) -> None:
-        self.released = False
-        self.pending: list[Piece] = []
-        self._holders: Holders | None = None
-
-    def holders(self, site: Site) -> Holders:
-        """Looked up once, while the engine has its graphs: afterwards some holders are out of sight. They stay the same."""
-        if self._holders is None:
-            self._holders = _find(site.runner)
-        return self._holders
-
+class Graphs(graphs.Graphs):
     def obstacles(self, site: Site) -> list[str]:
-        held = self.holders(site)
         found = []
         if getattr(site.config.parallel_config, "use_ubatching", False):
             found.append("graphs of micro-batches are not captured again")
         if getattr(site.config, "use_cumem_cudagraph_pool", False):
             found.append("graphs are in memory of the sleep mode (sleep_mode_offload_cudagraph)")
-        unknown = _unknown(held)
-        if unknown:
-            collector.collect()  # some may be garbage
-            unknown = _unknown(held)
-        if unknown:
-            found.append(f"graphs held by something unknown, which could not capture them again: {unknown}")
-        return found
+        return [*found, *super().obstacles(site)]
 
-    def release(self, site: Site) -> dict[str, Any]:
-        """Drop all graphs. Returns how many there were."""
-        import torch
+    def find(self, site: Site) -> Holders:
+        return _find(site.runner)
 
-        if self.released:
-            return {}
-        held = self.holders(site)
-        self.pending = list(held.pieces)
-        self.make_eager()
-        site.synchronize()
-        count, left = _drop(held)
-        if left:  # a communicator that it captured could not be destroyed: that call would hang
-            raise RuntimeError(f"{left} of {count} graphs are still held by something")
-        torch.cuda.empty_cache()
-        self.released = True
-        return {"graphs": count} if count else {}
+    def held(self, holders: Holders) -> Iterator[Any]:
+        return _graphs(holders)
 
-    def reacquire(self, site: Site) -> dict[str, Any]:
-        """Fresh memory pools for graphs: torch takes no capture into a pool whose graphs are gone. Captures nothing."""
-        if not self.released:
-            return {}
-        _fresh_pools(self.holders(site))
-        self.released = False
-        self.settle()
-        return {}
+    def forget(self, holders: Holders) -> None:
+        for manager in holders.managers:
+            manager.graphs.clear()
+        for encoder in holders.encoders:
+            by_path = [entry for entry in encoder.budget_graphs.values() if isinstance(entry, dict)]
+            for each in by_path or [encoder.budget_graphs]:
+                each.clear()
+        for wrapper in _wrappers():
+            wrapper.clear_graphs()
 
-    def residue(self) -> list[str]:
-        return torch_graphs.residue()
-
-    # -- for recapture.py -------------------------------------------------------------------------
-
-    def make_eager(self) -> None:
-        for switch in self._switches():
-            setattr(switch.owner, switch.name, switch.eager)
-
-    def use(self) -> None:
-        for switch in self._switches():
-            setattr(switch.owner, switch.name, switch.captured)
-
-    def settle(self) -> None:
-        """In use when all are captured; until then the engine runs without."""
-        if self.pending:
-            self.make_eager()
-        else:
-            self.use()
-
-    def start_over(self, site: Site) -> None:
-        """Eager, with nothing captured: all of it is pending."""
-        held = self.holders(site)
-        self.make_eager()
-        _drop(held)
-        _fresh_pools(held)
-        self.pending = list(held.pieces)
-
-    def _switches(self) -> list[Switch]:
-        return self._holders.switches if self._holders else []
+    def renew_pools(self, holders: Holders) -> None:
+        _fresh_pools(holders)
 
 
 # -- who holds graphs -----------------------------------------------------------------------------
@@ -231,29 +154,6 @@ def _graphs(held: Holders) -> Iterator[Any]:
             yield entry.cudagraph
         for entry in wrapper.__dict__.get("entries", {}).values():  # breakable: a list of methods, ``replay`` of graphs
             yield from (getattr(segment, "__self__", None) for segment in getattr(entry.capture, "segments", ()))
-
-
-def _unknown(held: Holders) -> int:
-    """How many graphs have no known holder."""
-    known = {id(graph) for graph in _graphs(held)}
-    return sum(id(graph) not in known for graph in torch_graphs.graphs.alive())
-
-
-def _drop(held: Holders) -> tuple[int, int]:
-    """Forget every graph. Returns how many there were, and how many of them somebody else still holds."""
-    live = [weakref.ref(graph) for graph in _graphs(held) if graph is not None]
-    for manager in held.managers:
-        manager.graphs.clear()
-    for encoder in held.encoders:
-        by_path = [entry for entry in encoder.budget_graphs.values() if isinstance(entry, dict)]
-        for graphs in by_path or [encoder.budget_graphs]:
-            graphs.clear()
-    for wrapper in _wrappers():
-        wrapper.clear_graphs()
-    # A cycle may hold one: a collection takes 0.3 s in an engine, so only then.
-    if any(graph() is not None for graph in live):
-        collector.collect()
-    return len(live), sum(graph() is not None for graph in live)
 
 
 def _fresh_pools(held: Holders) -> None:

@@ -10,132 +10,52 @@ touches: V2 ``req_states``, ``block_tables``; V1 ``input_batch``, ``requests``. 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import sys
-import time
 
-from .. import collector, versions
-from ..rank.spanning import Elsewhere
-from ..shadow import instead, quiet
-from .graphs import Piece, budget
+from .. import versions
+from ..rank import recapture
+from ..rank.graphs import Piece
+from ..shadow import instead
+from .graphs import budget
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
     from typing import Any
 
     from .graphs import Graphs
     from .site import Site
 
-SPARE = 1 << 30  # bytes: with less free, what torch holds in reserve goes back first, as a capture can't make it
 
-
-class Recapture:
+class Recapture(recapture.Recapture):
     def __init__(self, graphs: Graphs) -> None:
-        self.graphs = graphs
-        self._stream: Any = None
-        self._unregistered = False  # custom all-reduce has found addresses in graphs that its peers don't know yet
-        # Why custom all-reduce has found addresses in graphs that are gone: until it is made anew.
-        self.spoiled: tuple[type[RuntimeError], str] | None = None
+        super().__init__(graphs)
         self._warm: set[tuple[int, Any]] = set()  # by id of the manager, and mode: it ran once since the last restore
 
-    def count(self, site: Site) -> dict[str, int]:
-        """``{captured, total}`` of the shapes to capture; total is 0 for an engine that runs without graphs."""
-        total = len(self.graphs.holders(site).pieces)
-        return {"captured": total - len(self.graphs.pending), "total": total}
-
     def risk(self, site: Site) -> str | None:
-        """Why a capture would harm requests that run."""
         return live_state_at_risk(site)
 
-    def step(self, site: Site, count: int, fresh: bool = False) -> dict[str, Any]:
-        """Capture the next ``count`` shapes on this rank. Collective. Returns ``{captured, total, seconds}``, and ``waits``:
-        why nothing was captured while there are requests. ``fresh``: none of them has begun, or all begin again.
+    def has_requests(self, site: Site) -> bool:
+        return has_requests(site.runner)
 
-        Raises on every rank when a capture fails on one; all are eager then. A rank that fails in a warm-up, on a GPU that the
-        others wait for, or while it tells the others of its buffers, is found by the deadline.
-        """
-        started = time.monotonic()
-        if self.spoiled:
-            kind, words = self.spoiled  # no exception is kept: it would keep the frames that it passed
-            raise kind(words)
-        pieces = self._next(site, count)
-        risk = live_state_at_risk(site) if pieces else None
-        if risk and not fresh and has_requests(site.runner):
-            return {**self.count(site), "waits": risk}
-        if pieces:
-            self._capture_together(site, pieces)
-            if not self.graphs.pending:
-                collector.freeze_again()
-        return {**self.count(site), "seconds": round(time.monotonic() - started, 4)}
+    def begin(self) -> None:
+        self._warm.clear()
 
-    def register(self, site: Site) -> None:
-        """Collective, after the last capture or before graphs are dropped: custom all-reduce would look for memory that is gone
-        the next time."""
-        if self._unregistered:
-            self._unregistered = False
-            for all_reduce in _custom_all_reduces(site):
-                all_reduce.register_graph_buffers()
-
-    def _next(self, site: Site, count: int) -> list[Piece]:
+    def next(self, site: Site, count: int) -> list[Piece]:
         """0.22 to 0.24: a speculator's capture takes what the runner's made in the same call, so there all go at once."""
         capture = getattr(getattr(site.runner, "speculator", None), "capture", None)
         if count and capture is not None and inspect.signature(capture).parameters:
             count = len(self.graphs.pending)
-        return self.graphs.pending[:count]
+        return super().next(site, count)
 
-    def _capture_together(self, site: Site, pieces: list[Piece]) -> None:
-        last = len(pieces) == len(self.graphs.pending)
-        self._unregistered = True
-        error = _together(site, lambda: self._capture(site, pieces, last))
-        if error is None and last:
-            error = _together(site, lambda: self.register(site))
-        if error is not None:
-            self._give_up(site, error)
-            try:
-                raise error
-            finally:
-                error = None  # else error and frame keep each other alive, and with them a graph in the engine's frames
-        del self.graphs.pending[: len(pieces)]
-        self.graphs.settle()
+    def capture(self, site: Site, pieces: list[Piece]) -> None:
+        site.runner.capture_model()
 
-    def _give_up(self, site: Site, why: Exception) -> None:
-        """All eager: with graphs a rank pads its batches, which one without would not follow. What custom all-reduce found it
-        must never register: ranks may have found different numbers, and each reads its peers' lists by its own."""
-        self.graphs.make_eager()
-        self._unregistered = False
-        if _custom_all_reduces(site):
-            words = f"{type(why).__name__}: {why}; now custom all-reduce has to be made anew, by a prepare and restore"
-            self.spoiled = (Elsewhere if isinstance(why, Elsewhere) else RuntimeError), words
-        self.graphs.start_over(site)
-
-    def _capture(self, site: Site, pieces: list[Piece], last: bool) -> None:
-        import torch
-
-        site.synchronize()
-        first = len(self.graphs.pending) == len(self.graphs.holders(site).pieces)
-        if first:
-            self._warm.clear()
-        if first or torch.cuda.mem_get_info()[0] < SPARE:
-            torch.cuda.empty_cache()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(site.device)
+    def surroundings(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
         self.graphs.use()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(quiet())
-            for shadow in (
-                *self._only(site, pieces),
-                *_undisturbed(torch),
-                *self._surroundings(site, torch),
-                *_unregistered(site),
-            ):
-                stack.enter_context(shadow)
-            site.runner.capture_model()
-            site.synchronize()
-        if last:
-            torch.cuda.empty_cache()
+        yield from self._only(site, pieces)
+        yield from self._quietly(site)
 
     def _only(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """The engine's capture finds these pieces to capture and no others."""
@@ -155,15 +75,15 @@ class Recapture:
         for encoder in held.encoders:
             yield _only_budgets(encoder, wanted)
 
-    def _surroundings(self, site: Site, torch: ModuleType) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """No progress bar. One stream for all calls: torch shares a pool's memory between the captures of one stream only."""
+    def _quietly(self, site: Site) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """No progress bar, one stream for all calls."""
         names = [type(site.runner).__module__, versions.running["groups"].module]
         names += [cls.__module__ for found in self.graphs.holders(site).managers for cls in type(found).__mro__]
         for module in {name: sys.modules[name] for name in names if name.startswith("vllm.")}.values():
             if hasattr(module, "tqdm"):
                 yield instead(module, tqdm=lambda iterable, *_, **__: iterable)
             if hasattr(module, "graph_capture"):
-                yield instead(module, graph_capture=self._on_one_stream(module.graph_capture, torch))
+                yield instead(module, graph_capture=self._on_one_stream(module.graph_capture))
         if self.graphs.holders(site).managers:
             yield self._warm_ups_once(versions.load("graph_manager"))
         monitor = versions.load("graph_monitor")
@@ -192,7 +112,9 @@ class Recapture:
 
         return instead(kind, capture=capture)
 
-    def _on_one_stream(self, graph_capture: Callable[..., Any], torch: ModuleType) -> Callable[..., Any]:
+    def _on_one_stream(self, graph_capture: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
         @contextlib.contextmanager
         def wrapped(*args: Any, **named: Any) -> Iterator[Any]:
             with graph_capture(*args, **named) as context:
@@ -217,68 +139,6 @@ def _only_budgets(encoder: Any, wanted: set[Any]) -> Iterator[None]:
 
     with instead(encoder, capture=all_of_them, _capture_budget_graph=one):
         yield
-
-
-def _together(site: Site, call: Callable[[], None]) -> Exception | None:
-    """Collective: None where the call went well on every rank."""
-    error: Exception | None = None
-    try:
-        call()
-    except Exception as found:
-        error = found
-    try:
-        if site.agree(error is None):
-            return None
-        return error or Elsewhere("another rank could not capture its CUDA graphs")
-    finally:
-        error = None  # as in _capture_together
-
-
-def _undisturbed(torch: ModuleType) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Nothing is collected nor given back at each graph, which takes longer than the graph itself. What the engine had frozen
-    out of the collector's sight stays so. Other threads may use the GPU: one copies the results of the step before."""
-
-    def nothing(*_: Any, **__: Any) -> int:
-        return 0
-
-    yield _no_collections()
-    yield instead(gc, collect=nothing, freeze=nothing, unfreeze=nothing)
-    for owner, name in (
-        (torch.cuda, "empty_cache"),
-        (torch.accelerator, "empty_cache"),
-        (torch._C, "_host_emptyCache"),
-    ):
-        if hasattr(owner, name):
-            yield instead(owner, **{name: nothing})
-    begin = torch.cuda.CUDAGraph.capture_begin
-
-    def capture_begin(graph: Any, *args: Any, **named: Any) -> Any:
-        return begin(graph, *args, **{**named, "capture_error_mode": "thread_local"})
-
-    yield instead(torch.cuda.CUDAGraph, capture_begin=capture_begin)
-
-
-def _unregistered(site: Site) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """What custom all-reduce finds in graphs it tells the peers after each capture (``CustomAllreduce.capture``), in a broadcast
-    for each rank. No graph is in use before all are there, so once will do: after the last."""
-    for all_reduce in _custom_all_reduces(site):
-        yield instead(all_reduce, register_graph_buffers=lambda: None)
-
-
-def _custom_all_reduces(site: Site) -> list[Any]:
-    found = [getattr(communicator, "ca_comm", None) for _, communicator in site.communicators()]
-    return [one for one in found if one is not None and not one.disabled]
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def live_state_at_risk(site: Site) -> str | None:
