@@ -57,6 +57,36 @@ def mapped() -> list[Any]:
     return [found for found in own_memory.alive() if any(getattr(found, "uc_handles", ()))]
 
 
+def strangers(found: list[Any], engine: str) -> list[str]:
+    """Obstacles: workspaces that are not among those that were found with the engine, and so are a model's own, say."""
+    ours = {id(one) for workspace in found for one in memory(workspace)}
+    handles = {id(getattr(workspace, "ipc_handles", None)) for workspace in found}
+    return [
+        *(
+            f"a workspace on torch's symmetric memory is not {engine}'s"
+            for key in on_torch_memory()
+            if key not in handles
+        ),
+        *("a workspace of a model's own is in use" for one in mapped() if id(one) not in ours),
+    ]
+
+
+def residue() -> list[str]:
+    """What is mapped, whoever holds it. (Torch's own memory is also counted in ../torch/symmetric_memory.py.)"""
+    return [
+        *("a workspace on torch's symmetric memory is alive" for _ in on_torch_memory()),
+        *(f"{one.allocation_size >> 20} MiB on each of {one.group_size} GPUs are mapped" for one in mapped()),
+    ]
+
+
+def multicast_obstacle(workspace: Any) -> str:
+    """Why it could not be given up here; "" if it can."""
+    if keeps_address(workspace) or not multicast(workspace):
+        return ""
+    kind = type(workspace).__name__
+    return f"{kind} has NVLink multicast that can't be given up here (TORCH_SYMM_MEM_DISABLE_MULTICAST=1 avoids it)"
+
+
 def _references() -> dict[int, list[Any]]:
     """What FlashInfer itself keeps, by the id of a workspace's ``ipc_handles`` (comm/trtllm_ar.py, 0.6.10 and later)."""
     found: dict[int, list[Any]] = getattr(sys.modules.get("flashinfer.comm.trtllm_ar"), "_symm_workspace_refs", {})

@@ -1,7 +1,8 @@
-"""What vLLM's kinds of all-reduce have in common: one object a group, made over its CPU group, and rebuilt in place.
+"""What an engine's kinds of all-reduce have in common: one object a group, made over its CPU group, and rebuilt in place.
 
-``CudaCommunicator`` (``cuda_communicator.py``, vLLM 0.20.2 to 0.33.0) holds each under a name of its own. Models, compiled
-code and custom ops hold the same objects, so an object stays and takes over the attributes of a new one of its class.
+vLLM's ``CudaCommunicator`` (``cuda_communicator.py``, 0.20.2 to 0.33.0) holds each under a name of its own, and so does SGLang's
+``GroupCoordinator`` (``parallel_state.py``, 0.5.12 to 0.5.23). Models, compiled code and custom ops hold the same objects, so an
+object stays and takes over the attributes of a new one of its class.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Communicators(Spanning):
     """The communicators of one kind that this rank has. A kind says which have something to give up, and how that goes."""
 
     unit = "communicators"
-    attribute: str  # of CudaCommunicator
+    attribute: str  # of what holds a group's communicators
 
     def has_state(self, communicator: Any) -> bool:
         raise NotImplementedError

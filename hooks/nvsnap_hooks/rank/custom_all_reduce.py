@@ -1,8 +1,8 @@
-"""vLLM's custom all-reduce (``custom_all_reduce.py``, ``CustomAllreduce``, vLLM 0.20.2 to 0.33.0).
+"""Custom all-reduce (``custom_all_reduce.py``, ``CustomAllreduce``: vLLM 0.20.2 to 0.33.0, SGLang's first kind 0.5.12 to 0.5.23).
 
-Two buffers a rank, allocated by vLLM and opened by all peers through CUDA IPC; vLLM never closes what it opened. What
-graph capture registers is opened in C++ and closed there, with the object (``csrc/custom_all_reduce.cuh``,
-``~CustomAllreduce``). From 0.27 on also symmetric memory (``mnnvl_*``): ``close()`` drops it, ``__init__`` makes it anew.
+Two buffers a rank, allocated by the engine and opened by all peers through CUDA IPC; the engine never closes what it opened.
+What graph capture registers is opened in C++ and closed there, with the object (``csrc/custom_all_reduce.cuh``,
+``~CustomAllreduce``). In vLLM from 0.27 on also symmetric memory (``mnnvl_*``): ``close()`` drops it, ``__init__`` makes it anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .site import Site
     from .spanning import Held
 
-# Of CudaCommunicator, on ROCm only: nothing here knows how to close what they opened.
+# On ROCm only: nothing here knows how to close what they opened.
 UNSUPPORTED = {"qr_comm": "quick all-reduce", "aiter_ar_comm": "AITER's all-reduce"}
 
 
@@ -60,9 +60,11 @@ class CustomAllReduce(Communicators):
             self._met = True
             with contextlib.ExitStack() as every:
                 every.callback(site.barrier)  # the last: no rank frees what a peer has open
-                self._open += [pointer for held in self._held for pointer in _peers(held.one)]
+                self._open += [pointer for held in self._held for pointer in self.peers(held.one)]
                 for pointer in list(self._open):
                     every.callback(self._close, pointer)
+                for held in self._held:
+                    every.callback(self.leave, held)
         return super().release(site)
 
     def reacquire(self, site: Site) -> dict[str, Any]:
@@ -72,6 +74,19 @@ class CustomAllReduce(Communicators):
     def _close(self, pointer: int) -> None:
         runtime.close_ipc_handle(pointer)
         self._open.remove(pointer)
+
+    def peers(self, communicator: Any) -> list[int]:
+        """Addresses that this rank opened: on one node each list has one pointer a rank, the others' opened ones."""
+        own = communicator.rank
+        return [
+            pointer
+            for pointers in (communicator.meta_ptrs, communicator.buffer_ptrs)
+            for pointer in pointers
+            if pointer != pointers[own]
+        ]
+
+    def leave(self, held: Held) -> None:
+        """What the object itself closes of its peers' memory, before any rank frees its own."""
 
     def free(self, held: Held) -> None:
         held.one.close()  # does nothing once it is disabled
@@ -86,14 +101,3 @@ class CustomAllReduce(Communicators):
 
     def residue(self) -> list[str]:
         return [*super().residue(), *(f"a peer's buffer at {pointer:#x} is still open" for pointer in self._open)]
-
-
-def _peers(communicator: Any) -> list[int]:
-    """Addresses that this rank opened: on one node each list has one pointer a rank, the others' opened ones."""
-    own = communicator.rank
-    return [
-        pointer
-        for pointers in (communicator.meta_ptrs, communicator.buffer_ptrs)
-        for pointer in pointers
-        if pointer != pointers[own]
-    ]

@@ -1,8 +1,8 @@
-"""vLLM's own NCCL communicators (``pynccl.py``, ``PyNcclCommunicator``, vLLM 0.20.2 to 0.33.0).
+"""The engine's own NCCL communicators (``pynccl.py``, ``PyNcclCommunicator``: vLLM 0.20.2 to 0.33.0, SGLang 0.5.12 to 0.5.23).
 
-Every communicator that vLLM makes goes through ``NCCLLibrary``, so its calls are counted there, whoever makes them: which
-are live is known without a search. NCCL's windows (``pynccl_allocator.py``, VLLM_USE_NCCL_SYMM_MEM) are refused: graphs and
-scratch buffers live in memory that is registered with one communicator.
+Every communicator that the engine makes goes through ``NCCLLibrary``, so its calls are counted there, whoever makes them: which
+are live is known without a search. NCCL's windows (``pynccl_allocator.py``) are refused: graphs and scratch buffers live in
+memory that is registered with one communicator.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _live: set[int] = set()
 
 
 def wrap_comm_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``NCCLLibrary.ncclCommInitRank``."""
+    """For ``NCCLLibrary.ncclCommInitRank`` and ``ncclCommInitRankConfig``."""
 
-    def ncclCommInitRank(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: Any, **kwargs: Any) -> Any:
         comm = original(*args, **kwargs)
         _live.add(comm.value)
         return comm
 
-    return ncclCommInitRank
+    return init
 
 
 def wrap_comm_end(original: Callable[..., None]) -> Callable[..., None]:
@@ -51,14 +51,17 @@ def wrap_comm_end(original: Callable[..., None]) -> Callable[..., None]:
 class Pynccl(Communicators):
     name = "pynccl"
     attribute = "pynccl_comm"
+    windows = "VLLM_USE_NCCL_SYMM_MEM"  # the engine's setting for them
+
+    def uses_windows(self) -> bool:
+        return bool(getattr(versions.loaded("nccl_windows"), "_mem_pool", None))
 
     def obstacles(self, site: Site) -> list[str]:
-        windows = versions.loaded("nccl_windows")
         found = [(c, communicator) for c, communicator, *_ in self.hold(site)]
         owned = {communicator.comm.value for _, communicator in found}
         foreign, unseen = _live - owned, owned - _live
         return [
-            *(["NCCL windows are in use (VLLM_USE_NCCL_SYMM_MEM)"] if getattr(windows, "_mem_pool", None) else ()),
+            *([f"NCCL windows are in use ({self.windows})"] if self.uses_windows() else ()),
             *([MULTICAST] if found and os.environ.get("NCCL_NVLS_ENABLE") != "0" else ()),
             *([f"NCCL communicators that belong to no group: {len(foreign)}"] if foreign else ()),
             *([f"NCCL communicators that were made unseen: {len(unseen)}"] if unseen else ()),
@@ -103,11 +106,21 @@ class Pynccl(Communicators):
         import torch
 
         super().take_back(site, held)
-        if not held.disabled:
-            total = held.one.all_reduce(torch.ones(1, device=site.device))
-            site.synchronize()
-            if total.item() != held.one.world_size:
-                raise RuntimeError(f"NCCL of {held.coordinator.unique_name} sums to {total.item()}")
+        communicator = held.one
+        if not communicator.available:
+            raise RuntimeError(
+                f"{type(communicator).__name__} of {held.coordinator.unique_name} does not work here any more"
+            )
+        ones = torch.ones(1, device=site.device)
+        communicator.disabled = False  # SGLang's are on in graphs only
+        try:
+            total = communicator.all_reduce(ones)
+        finally:
+            communicator.disabled = held.disabled
+        site.synchronize()
+        total = ones if total is None else total  # SGLang's sums in place
+        if total.item() != communicator.world_size:
+            raise RuntimeError(f"NCCL of {held.coordinator.unique_name} sums to {total.item()}")
 
     def residue(self) -> list[str]:
         return [f"communicator {comm:#x} is live" for comm in sorted(_live)]

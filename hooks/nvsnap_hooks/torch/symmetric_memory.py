@@ -1,7 +1,9 @@
 """torch's symmetric memory (torch 2.11 to 2.14, its CUDA backend): what of it is mapped, and giving up torch's own.
 
 A block, and with it the peers' blocks that a rendezvous mapped, goes when its storage is gone and no handle is left
-(torch 2.13, ``CUDASymmetricMemory.hpp``, ``AllocationRef``). Nothing of torch's lists them: each rendezvous is noted.
+(torch 2.13, ``CUDASymmetricMemory.hpp``, ``AllocationRef``). So does its multicast object: each rank unmaps it, unbinds its
+memory and gives its handle back (``CUDASymmetricMemory.cu``, ``~AllocationRef``). Nothing of torch's lists the blocks: each
+rendezvous is noted.
 """
 
 from __future__ import annotations
@@ -43,11 +45,20 @@ def wrap_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
     def rendezvous(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         handle = original(tensor, *args, **kwargs)
         if handle is not None:
-            maker = sys._getframe(1).f_globals.get("__name__", "an unknown module")
-            _blocks[:] = [*filter(_Block.mapped, _blocks), _Block(tensor, handle, maker)]
+            note(tensor, handle, sys._getframe(1).f_globals.get("__name__", "an unknown module"))
         return handle
 
     return rendezvous
+
+
+def note(tensor: Any, handle: Any, maker: str) -> None:
+    """A rendezvous that went to torch's C++ past ``rendezvous``. ``maker``: the module that asked for it."""
+    _blocks[:] = [*filter(_Block.mapped, _blocks), _Block(tensor, handle, maker)]
+
+
+def makers() -> list[str]:
+    """The modules that asked for what is mapped now, one a block."""
+    return [block.maker for block in _blocks if block.mapped()]
 
 
 def obstacles(device: Any) -> list[str]:

@@ -39,16 +39,9 @@ class Workspaces(Spanning):
     def obstacles(self, site: Site) -> list[str]:
         """A workspace that could not be given up or made again, or that is somebody else's: a model's own, say."""
         found = _found()
-        ours = {id(memory) for workspace in found for memory in workspaces.memory(workspace)}
-        handles = {id(getattr(workspace, "ipc_handles", None)) for workspace in found}
         return [
             *(reason for workspace in found if (reason := _obstacle(site, workspace))),
-            *(
-                "a workspace on torch's symmetric memory is not vLLM's"
-                for key in workspaces.on_torch_memory()
-                if key not in handles
-            ),
-            *("a workspace of a model's own is in use" for memory in workspaces.mapped() if id(memory) not in ours),
+            *workspaces.strangers(found, "vLLM"),
             *(
                 f"{coordinator.unique_name} uses the PCIe all-reduce (VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC)"
                 for coordinator, communicator in site.communicators()
@@ -83,14 +76,7 @@ class Workspaces(Spanning):
             setattr(_vllm(), slot, record.workspace)
 
     def residue(self) -> list[str]:
-        """What is mapped, whoever holds it. (Torch's own memory is also counted in ../torch/symmetric_memory.py.)"""
-        return [
-            *("a workspace on torch's symmetric memory is alive" for _ in workspaces.on_torch_memory()),
-            *(
-                f"{memory.allocation_size >> 20} MiB on each of {memory.group_size} GPUs are mapped"
-                for memory in workspaces.mapped()
-            ),
-        ]
+        return workspaces.residue()
 
 
 def _vllm() -> Any:
@@ -121,11 +107,9 @@ def _obstacle(site: Site, workspace: Any) -> str:
     kind = type(workspace).__name__
     if _owner(site, workspace) is None:
         return f"{kind} spans a group that is not the engine's"
-    if workspaces.keeps_address(workspace):
-        return ""
-    if workspaces.multicast(workspace):
-        return f"{kind} has NVLink multicast that can't be given up here (TORCH_SYMM_MEM_DISABLE_MULTICAST=1 avoids it)"
-    if _arguments(workspace) is None:
+    if reason := workspaces.multicast_obstacle(workspace):
+        return reason
+    if not workspaces.keeps_address(workspace) and _arguments(workspace) is None:
         return f"{kind} can't be made again"
     return ""
 
