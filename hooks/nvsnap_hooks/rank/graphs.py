@@ -79,7 +79,7 @@ class Graphs:
             self._holders = self.find(site)
         return self._holders
 
-    def obstacles(self, site: Site) -> list[str]:
+    def obstacles(self, site: Any) -> list[str]:
         holders = self.holders(site)
         if self._unknown(holders):
             collector.collect()  # some may be garbage

@@ -7,9 +7,9 @@ mapped again at the same address. The content is gone either way: the core preem
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from .. import versions
+from ..rank import kv_cache
+from ..rank.kv_cache import Block, storages_of, zero
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
     from .site import Site
 
-RELEASE, KEEP = "release", "keep"
 _TAG = "kv_cache"  # of the sleep mode's allocations (vllm/v1/worker/gpu_worker.py, initialize_from_config)
 
 
-class _Block(NamedTuple):
-    """One storage of torch's and its size in bytes."""
-
-    storage: Any
-    size: int
-
-
-class KvCache:
-    name = "KV cache"
+class KvCache(kv_cache.KvCache):
+    """A cache with more in it than requests can compute again (a Mamba state, say) is kept, all of it."""
 
     def __init__(self) -> None:
-        self.released = False
-        self._blocks: list[_Block] = []
+        super().__init__()
         self._unmapped: list[Any] = []  # the sleep mode's AllocationData
 
     def obstacles(self, site: Site) -> list[str]:
@@ -42,64 +33,44 @@ class KvCache:
             return ["a KV connector is in use, which shares this memory with others"]
         return []
 
-    def release(self, site: Site, mode: str = RELEASE) -> dict[str, Any]:
-        """``mode``: release or keep. A cache with more in it than requests can compute again (a Mamba state, say) is kept. Returns
-        the bytes given back, or what kind was kept."""
-        if self.released:
-            return {}
-        states = site.state_caches() if mode == RELEASE else []
-        if mode == RELEASE and not states:
-            self._release(site)
-        self.released = True
-        return {"kept": states} if states else self._count()
+    def kept(self, site: Site) -> list[str]:
+        return site.state_caches()
 
-    def _release(self, site: Site) -> None:
-        storages = _storages(site)
-        allocations = _sleep_allocations(storages)
+    def storages(self, site: Site) -> list[Any]:
+        return [] if site.state_caches() else storages_of(_tensors(site))
+
+    def give(self, site: Site) -> None:
+        allocations = _sleep_allocations(self.storages(site))
         for data in allocations:
             if not any(data is one for one in self._unmapped):  # of an attempt that got half way
                 versions.load("sleep_memory").unmap_and_release(data.handle)
                 self._unmapped.append(data)
-        if allocations:
-            return
-        for storage in storages:
-            if storage.nbytes():
-                self._blocks.append(_Block(storage, storage.nbytes()))
-                storage.resize_(0)
+        if not allocations:
+            super().give(site)
 
-    def reacquire(self, site: Site) -> dict[str, Any]:
-        """Memory of the same size, zero as at the start. Raises torch.OutOfMemoryError where others took it."""
-        if not self.released:
-            return {}
-        count = self._count()
+    def take(self, site: Site) -> None:
         if self._unmapped:
             self._map_again()
-            for storage in _storages(site):
-                _zero(storage)
+            for storage in self.storages(site):
+                zero(storage)
             _refill_tables(site.runner)
-        for block in self._blocks:
-            block.storage.resize_(block.size)
-            _zero(block.storage)
-        if self._blocks:
-            _tell_addresses(site.runner)
-        self.released, self._blocks = False, []
-        return count
+        super().take(site)
+
+    def came_back(self, site: Site, blocks: list[Block]) -> None:
+        _tell_addresses(site.runner)
 
     def before_sleep(self) -> None:
         """vLLM's sleep unmaps every allocation, so what was unmapped here has to be back."""
         self._map_again()
 
+    def count(self) -> dict[str, Any]:
+        size = sum(block.size for block in self._blocks) + sum(data.handle[1] for data in self._unmapped)
+        return {"bytes": size} if size else {}
+
     def _map_again(self) -> None:
         while self._unmapped:
             versions.load("sleep_memory").create_and_map(self._unmapped[-1].handle)
             self._unmapped.pop()
-
-    def _count(self) -> dict[str, Any]:
-        size = sum(block.size for block in self._blocks) + sum(data.handle[1] for data in self._unmapped)
-        return {"bytes": size} if size else {}
-
-    def residue(self) -> list[str]:
-        return [f"{block.storage.nbytes()} bytes of it are back" for block in self._blocks if block.storage.nbytes()]
 
 
 def _sleep_allocations(storages: list[Any]) -> list[Any]:
@@ -113,12 +84,6 @@ def _sleep_allocations(storages: list[Any]) -> list[Any]:
     return [d for d in tagged if any(d.handle[2] <= start < d.handle[2] + d.handle[1] for start in starts)]
 
 
-def _storages(site: Site) -> list[Any]:
-    """Each storage of the cache once: many layers may share one."""
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in _tensors(site)}
-    return list(found.values())
-
-
 def _tensors(site: Site) -> Iterator[Any]:
     layers = site.config.compilation_config.static_forward_context.values()
     whole = getattr(site.runner, "cross_layers_kv_cache", None)  # of the V1 runner
@@ -126,12 +91,6 @@ def _tensors(site: Site) -> Iterator[Any]:
         for tensor in held if isinstance(held, list | tuple) else [held]:
             if hasattr(tensor, "untyped_storage"):
                 yield tensor
-
-
-def _zero(storage: Any) -> None:
-    import torch
-
-    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
 
 
 def _tell_addresses(runner: Any) -> None:
