@@ -42,7 +42,7 @@ names = {"torch": "torch", "flashinfer": "flashinfer-python"}
 found = {"python": sys.version.split()[0], "versions": {name: version(package) for name, package in names.items()}}
 try:
     package = importlib.util.find_spec(engine)
-    versions = importlib.import_module("nvsnap_hooks." + engine + ".versions")
+    versions = importlib.import_module("nvsnap_hooks." + engine + ".versions").VERSIONS
     if package is None:
         found["refusal"] = engine + " is not installed in " + sys.prefix
     else:

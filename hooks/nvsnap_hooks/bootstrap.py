@@ -11,7 +11,7 @@ import signal
 from . import importhook, protocol
 
 # Top-level package of an engine -> our package with its adapter: version table, patches, roles.
-ENGINES = {"vllm": "nvsnap_hooks.vllm"}
+ENGINES = {"vllm": "nvsnap_hooks.vllm", "sglang": "nvsnap_hooks.sglang"}
 
 _started_in = 0
 

@@ -51,6 +51,13 @@ class Engine:
         self.listening = threading.Event()
         self._loop: AbstractEventLoop | None = None
 
+    def listens(self) -> None:
+        """Called in the server's event loop, when it has begun to listen."""
+        import asyncio
+
+        self._loop = self._loop or asyncio.get_running_loop()
+        self.listening.set()
+
     def is_up(self) -> bool:
         """Of a patched server: does it take requests?"""
         raise NotImplementedError
@@ -132,7 +139,7 @@ def wrap_http_startup(found: Callable[[], Any]) -> Callable[[Callable[..., Any]]
             result = await original(self, *args, **kwargs)
             engine = found()
             if isinstance(engine, Engine) and getattr(self, "started", False):
-                engine.listening.set()
+                engine.listens()
             return result
 
         return startup

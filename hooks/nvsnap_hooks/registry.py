@@ -187,18 +187,26 @@ def register(role: str, rank: int | None = None, required: Iterable[str] = ()) -
 
 
 def entry(role: str, rank_argument: str, required: Iterable[str]) -> Callable[[Callable[..., Any]], Any]:
-    """For ``wrap``: a process's main function. Registers the process, and takes that back when it ends as it should: not in the
-    middle of an action, and not a core, which ends after its leader has taken all back (``orderly_end``), or by a fault: a
-    SIGTERM that nobody else got, say."""
+    """For ``wrap``: a process's main function. Registers the process, and takes that back when it ends as it should: a worker that
+    is not in the middle of an action. Any other ends after its leader has taken all back (``orderly_end``), or by a fault: a
+    SIGTERM that nobody else got, say, or an error that its main function keeps to itself (SGLang's scheduler).
+
+    ``rank_argument``: the name of the argument that is the rank; "" for a process that has none."""
 
     def end() -> None:
-        if role != "core" and not stacks.armed():
+        if role == "worker" and not stacks.armed():
             unregister()
+
+    def rank(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        if not rank_argument:
+            return None
+        given = {**dict(zip(inspect.signature(original).parameters, args, strict=False)), **kwargs}
+        return int(given.get(rank_argument, 0))
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def main(*args: Any, **kwargs: Any) -> Any:
             with contextlib.suppress(Exception):  # without a record every prepare is refused; the engine must run
-                register(role, kwargs.get(rank_argument, 0), required)
+                register(role, rank(original, args, kwargs), required)
             try:
                 result = original(*args, **kwargs)
             except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""The coordinators' shared-memory broadcasters (``GroupCoordinator.mq_broadcaster``, vLLM 0.20.2 to 0.33.0).
+"""The coordinators' shared-memory broadcasters (``mq_broadcaster``; vLLM 0.20.2 to 0.33.0, SGLang 0.5.12 to 0.5.23).
 
 A ring in /dev/shm and ZeroMQ sockets, made over the group's CPU process group: they go before the groups and come back after.
 The executor's own RPC queues are another thing and stay: they carry this very call.
@@ -42,7 +42,7 @@ class Broadcasters:
             if ring is not None:
                 self._segments.append(ring.shared_memory.name.lstrip("/"))
                 _poison(ring)
-            queue.shutdown()
+            _shut_down(queue)
             del queue, ring
         if self.residue():  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
             collector.collect()
@@ -68,6 +68,17 @@ class Broadcasters:
             *(f"{type(reference()).__name__} is still referenced" for reference in self._old),
             *(f"ring /dev/shm/{name} is still mapped" for name in self._segments),
         ]
+
+
+def _shut_down(queue: Any) -> None:
+    """SGLang's (0.5.12 to 0.5.23), which has no call for it, is shut down by its ZeroMQ sockets."""
+    if hasattr(queue, "shutdown"):
+        queue.shutdown()
+        return
+    for name in ("local_socket", "remote_socket"):
+        sock = getattr(queue, name, None)
+        if sock is not None:
+            sock.close(linger=0)
 
 
 def _poison(ring: Any) -> None:

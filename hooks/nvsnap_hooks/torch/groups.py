@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import weakref
+from types import MemberDescriptorType
 from typing import NamedTuple
 
 from .. import collector, procfs
@@ -39,18 +40,25 @@ class Coordinated(NamedTuple):
 
 
 class Holder:
-    """An entry ``names[key]`` that is a group, or a bound method of one, and which coordinator's group that is."""
+    """A place that holds a group, or a bound method of one, and which coordinator's group that is: an entry of a dict, an
+    object's own included, or an attribute of an object that has slots for a dict."""
 
-    def __init__(self, names: dict[str, Any], key: str, owner: tuple[int, str], method: str | None) -> None:
-        self.names, self.key, self.owner, self.method = names, key, owner, method
+    def __init__(self, owner: Any, key: str, whose: tuple[int, str], method: str | None) -> None:
+        self.owner, self.key, self.whose, self.method = owner, key, whose, method
 
     def clear(self) -> None:
-        self.names[self.key] = None
+        self._put(None)
 
     def fill(self, records: Sequence[Coordinated]) -> None:
-        index, handle = self.owner
+        index, handle = self.whose
         group = getattr(records[index].coordinator, handle)
-        self.names[self.key] = group if self.method is None else getattr(group, self.method)
+        self._put(group if self.method is None else getattr(group, self.method))
+
+    def _put(self, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[self.key] = value
+        else:  # past what a frozen dataclass says to it
+            getattr(type(self.owner), self.key).__set__(self.owner, value)
 
 
 HANDLES = ("device_group", "cpu_group")
@@ -236,18 +244,33 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
     for referrer in referrers:
         # Since CPython 3.11 an object holds its attributes itself until somebody asks for its __dict__.
         names = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", None)
-        if not isinstance(names, dict) or id(names) in seen:
-            continue
-        seen.add(id(names))
-        found += [
-            Holder(names, key, *wanted[id(value)])
-            for key, value in list(names.items())
-            if isinstance(key, str) and id(value) in wanted
-        ]
+        if isinstance(names, dict) and id(names) not in seen:
+            seen.add(id(names))
+            found += [
+                Holder(names, key, *wanted[id(value)])
+                for key, value in list(names.items())
+                if isinstance(key, str) and id(value) in wanted
+            ]
+        if id(referrer) not in seen:
+            seen.add(id(referrer))
+            found += [
+                Holder(referrer, key, *wanted[id(value)]) for key, value in _slots(referrer) if id(value) in wanted
+            ]
     # Among the referrers are these very lists: emptied, they can't keep a group alive in a cycle.
     for mine in (groups, methods, referrers):
         mine.clear()
     return found
+
+
+def _slots(one: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in slots: of ``__slots__``, or of a structure in C (msgspec's)."""
+    for kind in type(one).__mro__[:-1]:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType):
+                try:
+                    yield name, member.__get__(one)
+                except AttributeError:
+                    continue
 
 
 @contextlib.contextmanager

@@ -1,12 +1,10 @@
-"""``nvsnap-launch doctor``, run with the engine's own Python: is each patch target there as expected?"""
+"""What ``nvsnap-launch doctor`` asks of vLLM, in vLLM's own Python."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 
-from .. import registry
-from . import targets
+from .. import doctor
 from .versions import VERSIONS
 
 TYPE_CHECKING = False
@@ -15,19 +13,9 @@ if TYPE_CHECKING:
 
 
 def check() -> list[dict[str, Any]]:
-    """``[{name, ok, detail}]``: the version first, then each target of its table. Imports the engine: seconds."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None:
-        return [{"name": "vllm", "ok": False, "detail": "not installed"}]
-    version = VERSIONS.installed(spec.origin)
-    refusal = VERSIONS.conflict(version)
-    if refusal is not None:
-        return [{"name": "vllm", "ok": False, "detail": refusal}]
-    entry = VERSIONS.lookup(version)
-    assert entry is not None
-    found = [{"name": "vllm", "ok": True, "detail": f"{version}, verified at level {entry.level}"}]
-    on_gpu = device()[0] != "cpu"
-    return found + [_target(*item) for item in entry.targets.items() if on_gpu or item[1].roles != targets.GPU]
+    """``[{name, ok, detail}]``. Imports the engine: seconds."""
+    there = importlib.util.find_spec("vllm") is not None
+    return doctor.check("vllm", VERSIONS, there and device()[0] != "cpu")
 
 
 def device() -> tuple[str, str | None]:
@@ -38,12 +26,3 @@ def device() -> tuple[str, str | None]:
 
     name = name_of(str(current_platform.device_type))
     return name, device_refusal(name)
-
-
-def _target(name: str, target: targets.Target) -> dict[str, Any]:
-    where = f"{target.module}.{target.qualname}".rstrip(".")
-    try:
-        registry.check(importlib.import_module(target.module), target.qualname, target.parameters, target.names)
-    except Exception as error:  # a module of the engine's may raise anything: the next one is looked at
-        return {"name": name, "ok": False, "detail": f"{where}: {error}"}
-    return {"name": name, "ok": True, "detail": where}
