@@ -1,8 +1,9 @@
-"""Ranks as threads, for what the communicators of vLLM's do to each other: each has a site, all meet at real barriers."""
+"""Ranks as threads, for what the communicators of an engine's do to each other: each has a site, all meet at real barriers."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,40 @@ class Site:
     def configured(self) -> Iterator[None]:
         self.log.append("configured")
         yield
+
+
+class Driver:
+    """Refuses what CUDA leaves undefined: to free what a peer has open. Each address is given once."""
+
+    def __init__(self) -> None:
+        self._addresses = itertools.count(0x7F0000000000, 0x1000)
+        self.allocated: set[int] = set()
+        self.opened: dict[int, int] = {}  # address here -> the owner's address
+        self.objects: set[int] = set()
+        self.stuck: set[int] = set()
+
+    def allocate(self) -> int:
+        address = next(self._addresses)
+        self.allocated.add(address)
+        return address
+
+    def open(self, owners: int) -> int:
+        address = next(self._addresses)
+        self.opened[address] = owners
+        return address
+
+    def close(self, address: int) -> None:
+        if address in self.stuck:
+            raise RuntimeError("cudaIpcCloseMemHandle: cudaErrorInvalidValue")
+        del self.opened[address]
+
+    def free(self, address: int) -> None:
+        assert address not in self.opened.values(), "freed under a peer that has it open"
+        self.allocated.remove(address)
+
+    def create(self) -> int:
+        self.objects.add(address := next(self._addresses))
+        return address
 
 
 def release(part: Any, site: Any) -> Any:

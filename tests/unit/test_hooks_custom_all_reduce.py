@@ -4,51 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from communicators_support import DEVICE, RANKS, Group, Ranked, Site, on_all, regroup, release
+from communicators_support import DEVICE, RANKS, Driver, Group, Ranked, Site, on_all, regroup, release
 from nvsnap_hooks.cuda import runtime
 from nvsnap_hooks.rank.custom_all_reduce import CustomAllReduce
 
 CAPPED = 64
-
-
-class Driver:
-    """Refuses what CUDA leaves undefined: to free what a peer has open. Each address is given once."""
-
-    def __init__(self) -> None:
-        self._addresses = itertools.count(0x7F0000000000, 0x1000)
-        self.allocated: set[int] = set()
-        self.opened: dict[int, int] = {}  # address here -> the owner's address
-        self.objects: set[int] = set()
-        self.stuck: set[int] = set()
-
-    def allocate(self) -> int:
-        address = next(self._addresses)
-        self.allocated.add(address)
-        return address
-
-    def open(self, owners: int) -> int:
-        address = next(self._addresses)
-        self.opened[address] = owners
-        return address
-
-    def close(self, address: int) -> None:
-        if address in self.stuck:
-            raise RuntimeError("cudaIpcCloseMemHandle: cudaErrorInvalidValue")
-        del self.opened[address]
-
-    def free(self, address: int) -> None:
-        assert address not in self.opened.values(), "freed under a peer that has it open"
-        self.allocated.remove(address)
-
-    def create(self) -> int:
-        self.objects.add(address := next(self._addresses))
-        return address
 
 
 def kind_of(driver: Driver) -> type:

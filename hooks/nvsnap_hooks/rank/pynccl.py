@@ -98,9 +98,6 @@ class Pynccl(Communicators):
         if comm is not None:
             communicator.nccl.ncclCommDestroy(comm)
 
-    def parameters(self, communicator: Any) -> dict[str, Any]:
-        return {}
-
     def take_back(self, site: Site, held: Held) -> None:
         """Raises RuntimeError on a wrong sum: small all-reduces of the engine's go another way, so this is the proof."""
         import torch
