@@ -347,10 +347,30 @@ def _graph_capture(device: str) -> Iterator[None]:
         yield
 
 
-def install(patch: pytest.MonkeyPatch) -> Gpu:
-    """The stand-ins take the place of torch's and vLLM's modules."""
+def put_in(patch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
+    for name, content in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        patch.setitem(sys.modules, name, module)
+
+
+def install_torch(patch: pytest.MonkeyPatch) -> Gpu:
+    """The stand-ins take the place of torch's module, with its classes wrapped as the hooks do."""
     gc.collect()  # graphs of other tests
     gpu = Gpu()
+    patch.setitem(sys.modules, "torch", gpu.torch())
+    noted = Noted()
+    patch.setattr(CUDAGraph, "capture_begin", noted.wrap(CUDAGraph.capture_begin))
+    patch.setattr(torch_graphs, "graphs", noted)
+    pools = Noted()
+    patch.setattr(MemPool, "__init__", pools.wrap(MemPool.__init__))
+    patch.setattr(torch_graphs, "pools", pools)
+    return gpu
+
+
+def install(patch: pytest.MonkeyPatch) -> Gpu:
+    """The stand-ins take the place of torch's and vLLM's modules."""
+    gpu = install_torch(patch)
     contents: dict[str, dict[str, Any]] = {
         GRAPHS: {"CUDAGraphWrapper": CUDAGraphWrapper},
         BREAKABLE: {"BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper},
@@ -359,11 +379,7 @@ def install(patch: pytest.MonkeyPatch) -> Gpu:
         GROUPS: {"graph_capture": _graph_capture},
         "vllm.platforms": {"current_platform": type("CudaPlatform", (), {"_global_graph_pool": (0, 1000)})()},
     }
-    patch.setitem(sys.modules, "torch", gpu.torch())
-    for name, content in contents.items():
-        module = ModuleType(name)
-        module.__dict__.update(content)
-        patch.setitem(sys.modules, name, module)
+    put_in(patch, contents)
     for key, module_name, qualname in (
         ("graph_wrapper", GRAPHS, "CUDAGraphWrapper"),
         ("breakable_wrapper", BREAKABLE, "BreakableCUDAGraphWrapper"),
@@ -374,12 +390,6 @@ def install(patch: pytest.MonkeyPatch) -> Gpu:
         patch.setitem(versions.running, key, Target((), module_name, qualname))
     patch.setattr(CUDAGraphWrapper, "_all_instances", weakref.WeakSet())
     patch.setattr(BreakableCUDAGraphWrapper, "_all_instances", weakref.WeakSet())
-    noted = Noted()  # as the hooks wrap torch's class
-    patch.setattr(CUDAGraph, "capture_begin", noted.wrap(CUDAGraph.capture_begin))
-    patch.setattr(torch_graphs, "graphs", noted)
-    pools = Noted()
-    patch.setattr(MemPool, "__init__", pools.wrap(MemPool.__init__))
-    patch.setattr(torch_graphs, "pools", pools)
     return gpu
 
 
