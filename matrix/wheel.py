@@ -9,15 +9,17 @@ from __future__ import annotations
 import ast
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from nvsnap_hooks.targets import Target
 
 Folder = Path | zipfile.Path
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.stmt
-# Of dataclasses and typing, vLLM's own decorator for its configurations, and msgspec's base class.
-FIELD_MAKERS = frozenset(("dataclass", "NamedTuple", "config", "Struct"))
+# Where a mere annotation makes an attribute: under the decorators of dataclasses and of vLLM's configurations, and with the base
+# classes of typing and msgspec.
+FIELD_MAKERS = frozenset(("dataclass", "config"))
+FIELD_BASES = frozenset(("NamedTuple", "Struct"))
 
 
 class Missing(Exception):
@@ -136,7 +138,9 @@ def check(wheel: Wheel, target: Target) -> None:
         return
     if target.parameters:
         _check_callable(target, _method(family, "__init__"), ("self", *target.parameters), names=False)
-    _require(target.names, {name for one in family for name in _names_of_class(one)})
+    made = any(_is_named(one.bases, FIELD_BASES) for one in family)
+    fields = {id(one): made or _is_named(one.decorator_list, FIELD_MAKERS) for one in family}
+    _require(target.names, {name for one in family for name in _names_of_class(one, fields[id(one)])})
 
 
 def _check_callable(
@@ -176,9 +180,8 @@ def _method(family: list[ast.ClassDef], name: str) -> Definition | None:
     return None
 
 
-def _names_of_class(owner: ast.ClassDef) -> Iterator[str]:
-    """What is in the class, and what its ``__init__`` sets."""
-    fields = _makes_fields(owner)
+def _names_of_class(owner: ast.ClassDef, fields: bool) -> Iterator[str]:
+    """What is in the class, and what its ``__init__`` sets. ``fields``: does an annotation make an attribute there?"""
     for statement in _flat(owner.body):
         yield from _defined(statement)
         if fields and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -191,10 +194,9 @@ def _names_of_class(owner: ast.ClassDef) -> Iterator[str]:
                     yield node.attr
 
 
-def _makes_fields(owner: ast.ClassDef) -> bool:
-    """Does a mere annotation make an attribute there, as in a dataclass?"""
-    calls = (node.func if isinstance(node, ast.Call) else node for node in (*owner.decorator_list, *owner.bases))
-    return not FIELD_MAKERS.isdisjoint(ast.unparse(node).rpartition(".")[2] for node in calls)
+def _is_named(nodes: Sequence[ast.expr], names: frozenset[str]) -> bool:
+    calls = (node.func if isinstance(node, ast.Call) else node for node in nodes)
+    return not names.isdisjoint(ast.unparse(node).rpartition(".")[2] for node in calls)
 
 
 def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:

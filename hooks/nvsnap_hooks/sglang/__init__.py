@@ -47,7 +47,7 @@ def _install_patches() -> None:
     from .. import control
     from ..engine import wrap_http_startup
     from ..rank import rank_lists
-    from . import gate, leader, notes
+    from . import communicators, gate, graphs, leader
 
     wrappers: dict[str, Callable[[Callable[..., Any]], Any]] = {
         "launch": leader.wrap_launch,
@@ -58,7 +58,8 @@ def _install_patches() -> None:
         "detokenizer_main": registry.entry("detokenizer", "", required("detokenizer")),
         "rpc": gate.wrap_rpc,
         "coordinator_init": rank_lists.wrap_coordinator_init,
-        **notes.WRAPPERS,
+        **communicators.WRAPPERS,
+        **graphs.WRAPPERS,
     }
     adapter.put_in(current.running, wrappers)
     scheduler = current.running["scheduler"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 
+from ..cuda import runtime
 from ..live import Noted
 from ..rank import custom_all_reduce
 from ..rank.spanning import Held
@@ -83,7 +84,9 @@ class CustomAllReduce(custom_all_reduce.CustomAllReduce):
         return not communicator.disabled and hasattr(communicator, "obj")
 
     def peers(self, communicator: Any) -> list[int]:
-        return super().peers(communicator) if _is_first(communicator) else []
+        if _is_first(communicator):
+            return super().peers(communicator)
+        return [] if _on_torch_memory(communicator) else _opened(communicator)
 
     def leave(self, held: Held) -> None:
         one = held.one
@@ -136,6 +139,14 @@ def _fused() -> dict[int, Any]:
     module = sys.modules.get("sglang.kernels.ops.communication.all_reduce_fusion")
     registered: dict[int, Any] = getattr(module, "_COMM_MAP", {})
     return registered
+
+
+def _opened(communicator: Any) -> list[int]:
+    """Addresses of the peers' storage, which C++ keeps to itself and never closes (``custom_all_reduce.cuh``, ``post_init``, 0.5.12
+    to 0.5.15). Each comes twice: to be told the address, it is opened once more. Collective."""
+    handles = [every[0] for every in communicator._share_list([list(communicator.obj.share_storage())])]
+    peers = [bytes(byte & 0xFF for byte in one) for rank, one in enumerate(handles) if rank != communicator.rank]
+    return [pointer for one in peers for pointer in [runtime.open_ipc_handle(one)] * 2]
 
 
 def _is_first(communicator: Any) -> bool:

@@ -20,12 +20,13 @@ class Dispatchers(Refused):
     name = "all-to-all dispatchers"
 
     def obstacles(self, site: Site) -> list[str]:
-        backend = versions.loaded("all_to_all_backend")
-        kind = "none" if backend is None else backend().value
+        experts = versions.loaded("experts")
+        asked = (experts.get_moe_a2a_backend, experts.get_speculative_moe_a2a_backend) if experts is not None else ()
+        kinds = {backend().value for backend in asked} - {"none"}
         memory = getattr(sys.modules.get("flashinfer.comm.mnnvl"), "MnnvlMemory", None)
         weights = getattr(versions.loaded("runtime_context"), "_GLOBAL_DWDP_MANAGER", None)
         return [
-            *([f"the experts' {kind} can't be given up (--moe-a2a-backend)"] if kind != "none" else ()),
+            *(f"the experts' {kind} can't be given up (--moe-a2a-backend)" for kind in sorted(kinds)),
             *(["FlashInfer's MNNVL memory is in use"] if getattr(memory, "allocated_map", None) else ()),
             *(["peers' weights are mapped (--dwdp-size)"] if weights is not None else ()),
         ]

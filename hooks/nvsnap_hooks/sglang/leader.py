@@ -67,7 +67,7 @@ def _begin(server_args: Any) -> None:
 
 
 def _resolved(server_args: Any) -> Any:
-    """From 0.5.17 on the arguments are as they were given until somebody asks (``arg_groups/overrides.py``)."""
+    """From 0.5.19 on the arguments are as they were given until somebody asks (``arg_groups/overrides.py``)."""
     view = current.loaded("resolved_arguments")
     return server_args if view is None else view(server_args)
 

@@ -6,6 +6,8 @@ Data only. versions.py says which version has which, and how far it was seen to 
 from __future__ import annotations
 
 from ..targets import Target
+from .targets_gpu_communicators import COMMUNICATORS
+from .targets_gpu_graphs import GRAPHS
 
 _LEADER, _SCHEDULER, _DETOKENIZER = ("leader",), ("scheduler",), ("detokenizer",)
 _MANAGERS = "sglang.srt.managers"
@@ -23,7 +25,7 @@ def _scheduler(module: str, qualname: str, parameters: str = "", names: str = ""
     return Target(_SCHEDULER, module, qualname, tuple(parameters.split()), tuple(names.split()))
 
 
-# What every server has, whatever it runs on. 0.5.12.
+# What every server has, whatever it runs on: 0.5.12. (What ranks on a GPU have besides: targets_gpu_*.py.)
 _CPU: dict[str, Target] = {
     # the HTTP server's process
     "launch": _leader("sglang.srt.entrypoints.engine", "_set_envs_and_config", "server_args"),
@@ -84,7 +86,7 @@ _SINCE: dict[tuple[int, ...], dict[str, Target]] = {
     (0, 5, 15): {
         "dispatch": _leader(f"{_MANAGERS}.tokenizer_manager", "TokenizerManager._dispatch_to_scheduler", "self obj")
     },
-    (0, 5, 17): {
+    (0, 5, 19): {
         "resolved_arguments": _leader("sglang.srt.arg_groups.overrides", "resolving_view", "server_args"),
     },
 }
@@ -96,7 +98,7 @@ def of(version: str) -> dict[str, Target]:
     for since, targets in _SINCE.items():
         if _numbers(version) >= since:
             found |= targets
-    return found
+    return found | COMMUNICATORS[version] | GRAPHS[version]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ V0_5_12: dict[str, Target] = {
         _MANAGER_INIT,
     ),
     "flashinfer_memory": gpu("flashinfer.comm.mnnvl", "SymmDeviceMemory.__init__", parameters="self buf_size"),
-    "all_to_all_backend": gpu("sglang.srt.layers.moe.utils", "get_moe_a2a_backend"),
+    "experts": gpu("sglang.srt.layers.moe.utils", names="get_moe_a2a_backend get_speculative_moe_a2a_backend"),
 }
 
 # What a capture registers may be mapped, where memory comes in expandable segments.
