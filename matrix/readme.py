@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from nvsnap_hooks.versions import Entry
 
-BEGIN = "<!-- versions: written by `make matrix` -->"
-END = "<!-- end of versions -->"
-HEADER = ("| vLLM | torch | FlashInfer | without GPUs | seen on | `gpu` seen on |", "|---|---|---|---|---|---|")
+BEGIN = "<!-- versions{of}: written by `make matrix` -->"
+END = "<!-- end of versions{of} -->"
+COLUMNS = ("torch", "FlashInfer", "without GPUs", "seen on", "`gpu` seen on")
 NONE = "-"
 
 
@@ -34,33 +34,43 @@ class Row(NamedTuple):
         return cls(*("" if cell == NONE else cell for cell in cells))
 
 
-def rows(text: str) -> list[Row]:
+def marks(engine: str) -> tuple[str, str]:
+    """Around the table of an engine, by its name in sentences."""
+    return BEGIN.format(of=f" of {engine}"), END.format(of=f" of {engine}")
+
+
+def header(engine: str) -> list[str]:
+    return [f"| {' | '.join((engine, *COLUMNS))} |", "|---" * (1 + len(COLUMNS)) + "|"]
+
+
+def rows(text: str, engine: str = "vLLM") -> list[Row]:
     """The rows between the two marks. Raises ValueError where there are no marks."""
-    _, table, _ = _parts(text)
-    return [Row.parse(line) for line in table.strip().splitlines()[len(HEADER) :]]
+    _, table, _ = _parts(text, engine)
+    return [Row.parse(line) for line in table.strip().splitlines()[len(header(engine)) :]]
 
 
-def updated(text: str, found: Iterable[Row], claims: Mapping[str, Entry]) -> str:
+def updated(text: str, found: Iterable[Row], claims: Mapping[str, Entry], engine: str = "vLLM") -> str:
     """The text with the rows of this run in it, in the order of the claims; what was seen on GPUs is as they say.
 
     An earlier row stays as long as its version still claims the level that was seen then.
     """
-    before, _, after = _parts(text)
-    known = {row.version: row for row in [*rows(text), *found]}
+    before, _, after = _parts(text, engine)
+    known = {row.version: row for row in [*rows(text, engine), *found]}
     kept = [
         known[version]._replace(gpu=claim.gpu)
         for version, claim in claims.items()
         if version in known and known[version].cpu == claim.cpu
     ]
-    return before + "\n".join(["", *HEADER, *(row.line() for row in kept), ""]) + after
+    return before + "\n".join(["", *header(engine), *(row.line() for row in kept), ""]) + after
 
 
-def write(path: Path, found: Iterable[Row], claims: Mapping[str, Entry]) -> None:
-    path.write_text(updated(path.read_text(encoding="utf-8"), found, claims), encoding="utf-8")
+def write(path: Path, found: Iterable[Row], claims: Mapping[str, Entry], engine: str = "vLLM") -> None:
+    path.write_text(updated(path.read_text(encoding="utf-8"), found, claims, engine), encoding="utf-8")
 
 
-def _parts(text: str) -> tuple[str, str, str]:
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"the README has lost its marks {BEGIN} and {END}")
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+def _parts(text: str, engine: str) -> tuple[str, str, str]:
+    first, last = marks(engine)
+    if first not in text or last not in text:
+        raise ValueError(f"the README has lost its marks {first} and {last}")
+    begin, end = text.index(first) + len(first), text.index(last)
     return text[:begin], text[begin:end], text[end:]

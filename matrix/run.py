@@ -1,8 +1,9 @@
-"""How far does each version of the table get here? ``python -m matrix.run [VERSION …]`` (``make matrix``).
+"""How far does each version of an engine's table get here? ``python -m matrix.run [--engine NAME] [VERSION …]`` (``make matrix``).
 
-For each: every target of vLLM's own in the released wheel, the one for CUDA (``resolves``); then with vLLM's CPU build, which is
-the same Python: prepare and restore in place twice (``cycles``), killed and restored with CRIU (``criu``), as far as
-hooks/nvsnap_hooks/vllm/versions.py claims. What was seen goes to the README's table. GPUs: tests/gpu.
+For each: every target of the engine's own in the released wheel, the one for CUDA (``resolves``); then on CPU, with vLLM's CPU
+build, which is the same Python, or SGLang as it is released: prepare and restore in place twice (``cycles``), killed and restored
+with CRIU (``criu``), as far as its versions.py claims (hooks/nvsnap_hooks/vllm, …/sglang). What was seen goes to the README's
+table. GPUs: tests/gpu.
 Exit status: 0 when each version reached what it claims, 1 when one did not, 64 for a bad option. Needs what tools/setup makes
 under --work; an engine that it installs it removes again.
 """
@@ -23,8 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nvsnap_hooks.versions import LEVELS
-from nvsnap_hooks.vllm import versions
+from nvsnap_hooks.versions import LEVELS, Entry, Versions
 
 from demo.report import Report, tail
 from matrix import engines, readme, wheel
@@ -48,6 +48,7 @@ class Options:
     only_resolves: bool
     keep: bool
     versions: tuple[str, ...]
+    engine: engines.Kind = engines.KINDS["vllm"]
 
 
 @dataclass
@@ -70,12 +71,16 @@ class Matrix:
     options: Options
     report: Report = field(default_factory=Report)
 
+    @property
+    def table(self) -> dict[str, Entry]:
+        return self.options.engine.versions.table
+
     def one(self, version: str) -> Result:
         """Level by level, as far as it goes."""
-        claimed = versions.TABLE[version].cpu
+        claimed = self.table[version].cpu
         last = HERE[0] if self.options.only_resolves else HERE[-1]
         result = Result(version, claimed, min(claimed, last, key=LEVELS.index))
-        engine = engines.folder(self.options.work, version)
+        engine = self.options.engine.folder(self.options.work, version)
         installed = engine.exists()
         try:
             for level in self.levels(result):
@@ -100,19 +105,23 @@ class Matrix:
             test = TESTED[level]
             log = self.log(result.version, level)
             command = [sys.executable, "-m", "pytest", "-x", "--disable-warnings", "-m", "engine", f"{TESTS}::{test}"]
-            variables = {"NVSNAP_TEST_VERSION": result.version, "NVSNAP_WORK": str(self.options.work)}
+            variables = {
+                "NVSNAP_TEST_ENGINE": self.options.engine.package,
+                "NVSNAP_TEST_VERSION": result.version,
+                "NVSNAP_WORK": str(self.options.work),
+            }
             if self.command(f"{result.version}: {level}", log, command, **variables):
                 raise Stop(f"not {level}, see {log}:\n{tail(log, 15)}")
             yield level
 
     def resolves(self, result: Result) -> None:
         """Says which targets are not the wheel's, and so were not looked at. Raises Stop."""
-        version, targets = result.version, versions.TABLE[result.version].targets
+        version, targets, package = result.version, self.table[result.version].targets, self.options.engine.package
         try:
             with self.wheel(version) as path:
                 found = wheel.Wheel(path)
-                if not found.has("vllm"):
-                    raise Stop(f"there is no vllm in {found.root}")
+                if not found.has(package):
+                    raise Stop(f"there is no {package} in {found.root}")
                 result.torch, result.flashinfer = found.pinned("torch"), found.pinned("flashinfer-python")
                 faults, elsewhere = wheel.faults(found, targets), wheel.elsewhere(found, targets)
         except (OSError, zipfile.BadZipFile) as error:
@@ -131,16 +140,19 @@ class Matrix:
         with tempfile.TemporaryDirectory(prefix="wheel-", dir=self.options.work) as folder:
             log = self.log(version, "wheel")
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-            command = [*pip, "--ignore-requires-python", "-d", folder, f"vllm=={version}"]
+            command = [*pip, "--ignore-requires-python", "-d", folder, f"{self.options.engine.package}=={version}"]
             failed = self.command(f"{version}: wheel", log, command)
             found = list(Path(folder).glob("*.whl"))
             if failed or not found:
-                raise Stop(f"there is no wheel of vllm {version}: {tail(log, 2)}")
+                raise Stop(f"there is no wheel of {self.options.engine.package} {version}: {tail(log, 2)}")
             yield found[0]
 
     def install(self, version: str) -> None:
-        engine, log = engines.folder(self.options.work, version), self.log(version, "install")
-        if self.command(f"{version}: install", log, [str(ROOT / "tools/install-engine"), version, str(engine)]):
+        kind, log = self.options.engine, self.log(version, "install")
+        folder = str(kind.folder(self.options.work, version))
+        if self.command(
+            f"{version}: install", log, [str(ROOT / "tools/install-engine"), kind.package, version, folder]
+        ):
             raise Stop(f"can't be installed: {tail(log, 3)}")
 
     def command(self, what: str, log: Path, command: Sequence[str], **variables: str) -> int:
@@ -163,7 +175,7 @@ class Matrix:
                 process.wait()
 
     def log(self, version: str, what: str) -> Path:
-        return self.options.work / "run" / "matrix" / f"{version}-{what}.log"
+        return self.options.work / "run" / "matrix" / f"{self.options.engine.prefix}{version}-{what}.log"
 
 
 def show(matrix: Matrix, results: Sequence[Result]) -> None:
@@ -173,7 +185,7 @@ def show(matrix: Matrix, results: Sequence[Result]) -> None:
         matrix.report.check(result.ok, f"{result.version} reaches {reached}, versions.py claims {result.claimed}{why}")
 
 
-def update(results: Sequence[Result]) -> None:
+def update(results: Sequence[Result], versions: Versions) -> None:
     """Only where all that is claimed was seen. The row of a version that falls short stays, with the day of its last good run."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     found = [
@@ -181,13 +193,14 @@ def update(results: Sequence[Result]) -> None:
         for one in results
         if one.ok and one.wanted == one.claimed
     ]
-    readme.write(ROOT / "README.md", found, versions.TABLE)
+    readme.write(ROOT / "README.md", found, versions.table, versions.engine)
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """Exits with 64 on a bad option."""
     parser = argparse.ArgumentParser(prog="python -m matrix.run", description="How far does each version get here?")
     default = os.environ.get("NVSNAP_WORK") or ROOT / ".work"
+    parser.add_argument("--engine", choices=engines.KINDS, default="vllm", help="default: vllm")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: all of the table")
     parser.add_argument("--work", type=Path, default=Path(default), help="where tools/setup put everything")
     parser.add_argument("--wheel", type=Path, help="read this wheel, or unpacked folder, instead of downloading one")
@@ -195,15 +208,16 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--keep", action="store_true", help="keep the engines that were installed")
     try:
         found = parser.parse_args(arguments)
-        wanted = tuple(found.versions or versions.TABLE)
-        unknown = [version for version in wanted if version not in versions.TABLE]
+        kind = engines.KINDS[found.engine]
+        wanted = tuple(found.versions or kind.versions.table)
+        unknown = [version for version in wanted if version not in kind.versions.table]
         if unknown:
             parser.error(f"not in the table of versions.py: {', '.join(unknown)}")
         if found.wheel and len(wanted) != 1:
             parser.error("--wheel is of one version: name it")
     except SystemExit as error:
         raise SystemExit(64 if error.code else 0) from None
-    return Options(found.work.resolve(), found.wheel, found.only_resolves, found.keep, wanted)
+    return Options(found.work.resolve(), found.wheel, found.only_resolves, found.keep, wanted, kind)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [matrix.one(version) for version in options.versions]
     show(matrix, results)
     if not options.wheel:
-        update(results)
+        update(results, options.engine.versions)
     return 0 if all(result.ok for result in results) else 1
 
 

@@ -184,7 +184,8 @@ def test_what_a_wheel_pins(built: wheel.Wheel) -> None:
 
 # -- the README ---------------------------------------------------------------------------------------
 
-TEXT = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+FIRST, LAST = readme.marks("vLLM")
+TEXT = f"before\n{FIRST}\nold\n{LAST}\nafter\n"
 TODAY = "2026-11-30"
 OLD = readme.Row("0.1", "2.13.0", "0.6.14", "criu", "2026-11-01", "")
 BARE = readme.Row("0.2", "", "", "resolves", TODAY, "")
