@@ -52,6 +52,18 @@ def test_the_engine_gets_the_words_that_follow_the_image(path: Path) -> None:
     assert done.stderr.split() == [os.fsencode(path.parent), b"none"]
 
 
+def test_sglang_gets_them_too(path: Path) -> None:
+    package = path.parent / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text("print(open('/proc/self/cmdline').read(), end='')\nraise SystemExit(3)\n")
+    env = environment(path, PYTHONPATH=str(package.parent), NVSNAP_HOOKS="off")
+    words = [word for word in WORDS if word != b"\xff\xfe"]
+    done = run(SCRIPTS / "sglang", *words, env=env)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.split(b"\0")[1:-1] == [b"-m", b"sglang.launch_server", *words]
+
+
 def test_it_is_the_launcher_that_becomes_pid_1(path: Path) -> None:
     """Nothing of the shell is left: a signal to PID 1 is one to the launcher."""
     if os.geteuid() != 0:
