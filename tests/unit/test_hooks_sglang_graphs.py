@@ -118,6 +118,19 @@ def test_graphs_that_prepare_attention_go_as_well(gpu: Gpu) -> None:
     assert states == {}
 
 
+def test_a_runner_that_the_engine_made_anew_is_found(gpu: Gpu) -> None:
+    """An update of the weights may do so (``recapture_cuda_graph``)."""
+    runner = now(FullCudaGraphBackend())
+    here = captured(runner)
+    graphs = Graphs()
+    assert len(graphs.holders(here).pieces) == 5
+    runner.decode_cuda_graph_runner = DecodeCudaGraphRunner(FullCudaGraphBackend(), 1, 2)  # type: ignore[attr-defined]
+    captured(runner)
+    assert graphs.obstacles(here) == []
+    graphs.release(here)
+    assert (torch_graphs.graphs.alive(), len(graphs.pending)) == ([], 4)
+
+
 def test_graphs_of_others_are_named_before_anything_is_touched(gpu: Gpu) -> None:
     """A draft's, a vision encoder's."""
     runner = now(FullCudaGraphBackend())
@@ -130,7 +143,7 @@ def test_graphs_of_others_are_named_before_anything_is_touched(gpu: Gpu) -> None
     assert Graphs().obstacles(here) == []
 
 
-def test_an_engine_without_graphs_is_left_alone(gpu: Gpu) -> None:
+def test_an_engine_without_graphs_is_left_alone(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = SimpleNamespace(can_run_graph=lambda batch: False)
     empty = CudaGraphRunner(1)  # as a breakable runner that found no layers: it has shapes, but no graphs
     runner = ModelRunner(prefill_cuda_graph_runner=eager, graph_runner=empty)
@@ -138,6 +151,8 @@ def test_an_engine_without_graphs_is_left_alone(gpu: Gpu) -> None:
     here.runner = runner
     graphs = Graphs()
     assert (graphs.obstacles(here), graphs.release(here), graphs.pending) == ([], {}, [])
+    monkeypatch.delitem(sys.modules, POOL)
+    assert graphs.reacquire(here) == {}
     assert (runner.prefill_cuda_graph_runner, runner.graph_runner) == (eager, empty)
 
 

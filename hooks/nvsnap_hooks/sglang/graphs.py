@@ -50,6 +50,12 @@ class Holders(NamedTuple):
 
 
 class Graphs(graphs.Graphs):
+    def holders(self, site: Site) -> Any:
+        """Looked up while the engine has its graphs. An update of its weights may have made new runners since."""
+        if not (self.released or self.pending):
+            self._holders = None
+        return super().holders(site)
+
     def obstacles(self, site: Site) -> list[str]:
         found = []
         runners = self.holders(site).runners
@@ -104,8 +110,8 @@ class Graphs(graphs.Graphs):
                 fresh[old] = torch.cuda.graph_pool_handle()
             return fresh[old]
 
-        common = sys.modules[versions.running["graph_pool"].module]
-        if common.get_global_graph_memory_pool() is not None:
+        common = sys.modules.get(versions.running["graph_pool"].module)
+        if common is not None and common.get_global_graph_memory_pool() is not None:
             common.set_global_graph_memory_pool(renewed(common.get_global_graph_memory_pool()))
         places = [(getattr(runner, "backend", None), "_pool") for runner in holders.runners]
         places += [(piece, "graph_pool") for piece in pieces.alive()]
