@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from communicators_support import Group
@@ -27,11 +26,16 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 @pytest.mark.parametrize("kind", ["deepep", "mooncake", "nixl", "flashinfer", "pplx", "megamoe", "deepep_v2", "mori"])
 def test_dispatchers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, site: Rank, kind: str) -> None:
-    loaded: dict[str, Any] = {"all_to_all_backend": lambda: SimpleNamespace(value=kind)}
-    monkeypatch.setattr(versions, "loaded", loaded.get)
-    assert Dispatchers().obstacles(site) == [f"the experts' {kind} can't be given up (--moe-a2a-backend)"]
-    loaded["all_to_all_backend"] = lambda: SimpleNamespace(value="none")
+    backends = {"target": "none", "draft": "none"}
+    experts = SimpleNamespace(
+        get_moe_a2a_backend=lambda: SimpleNamespace(value=backends["target"]),
+        get_speculative_moe_a2a_backend=lambda: SimpleNamespace(value=backends["draft"]),
+    )
+    monkeypatch.setattr(versions, "loaded", {"experts": experts}.get)
     assert Dispatchers().obstacles(site) == []
+    for model in backends:
+        backends[model] = kind
+        assert Dispatchers().obstacles(site) == [f"the experts' {kind} can't be given up (--moe-a2a-backend)"]
 
 
 def test_peers_weights_and_flashinfers_memory_are_refused(monkeypatch: pytest.MonkeyPatch, site: Rank) -> None:
