@@ -172,3 +172,15 @@ def test_pd_multiplexing_is_refused(gpu: Gpu) -> None:
     runner = now(FullCudaGraphBackend())
     runner.decode_cuda_graph_runner.enable_pdmux = True  # type: ignore[attr-defined]
     assert ["--enable-pdmux" in found for found in Graphs().obstacles(captured(runner))] == [True]
+
+
+def test_speculative_decoding_is_refused_where_it_has_graphs(gpu: Gpu) -> None:
+    runner = now(FullCudaGraphBackend())
+    runner.spec_algorithm.is_none = lambda: False
+    assert ["--speculative-algorithm" in found for found in Graphs().obstacles(captured(runner))] == [True]
+
+
+def test_speculative_decoding_without_graphs_is_none_of_its_business(gpu: Gpu) -> None:
+    runner = ModelRunner()
+    runner.spec_algorithm.is_none = lambda: False
+    assert Graphs().obstacles(captured(runner)) == []

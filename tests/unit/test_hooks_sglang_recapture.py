@@ -185,7 +185,6 @@ def hold(runner: ModelRunner, what: str) -> None:
     decode: Any = runner.decode_cuda_graph_runner
     everything: dict[str, Any] = {
         "LoRA": lambda: setattr(runner, "lora_manager", object()),
-        "speculative": lambda: setattr(runner, "spec_algorithm", SimpleNamespace(is_none=lambda: False)),
         "cross-attention": lambda: setattr(runner, "model_config", SimpleNamespace(is_encoder_decoder=True)),
         "HiSparse": lambda: setattr(runner, "hisparse_coordinator", object()),
         "compile": lambda: setattr(decode, "compile_bs", [1]),
@@ -198,7 +197,7 @@ def hold(runner: ModelRunner, what: str) -> None:
     everything[what]()
 
 
-RISKS = "LoRA speculative cross-attention HiSparse compile diffusion overlapped n-gram MambaPool UnifiedPool".split()
+RISKS = "LoRA cross-attention HiSparse compile diffusion overlapped n-gram MambaPool UnifiedPool".split()
 
 
 @pytest.mark.parametrize("what", RISKS)

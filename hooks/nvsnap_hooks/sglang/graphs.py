@@ -2,7 +2,7 @@
 
 Who holds them (SGLang 0.5.12 to 0.5.23): one runner for decoding and one for prefill, attributes of the model runner. Up to
 0.5.13.post1 a runner holds its graphs itself, from 0.5.14 on its ``backend`` does. Those of a model in pieces are held by the
-pieces, which only compiled code refers to. What else holds some (drafts of speculative decoding, vision encoders) is not known.
+pieces, which only compiled code refers to. What else holds some (vision encoders) is not known; speculative decoding is refused.
 
 How eager is chosen: each step asks for the runner and then what it can run (``graph_runner and graph_runner.can_run(…)``), so None
 in its place does, in all of these versions. The engine's own EagerRunner would not: up to 0.5.20 the vote of DP attention's ranks
@@ -59,6 +59,9 @@ class Graphs(graphs.Graphs):
     def obstacles(self, site: Site) -> list[str]:
         found = []
         runners = self.holders(site).runners
+        if runners and not site.runner.spec_algorithm.is_none():
+            # Their input buffers have more that a dummy run goes by (masks, lengths of what was accepted) than is cleared here.
+            found.append("graphs of speculative decoding are not captured again (--speculative-algorithm)")
         if any(getattr(runner, "enable_pdmux", False) for runner in runners):
             found.append("graphs of PD multiplexing are not captured again (--enable-pdmux)")
         if runners and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):

@@ -173,8 +173,6 @@ def live_state_at_risk(site: Site, runners: list[Any]) -> str | None:
     model_runner = site.runner
     if getattr(model_runner, "lora_manager", None) is not None:
         return "a capture may unload LoRA adapters"
-    if not model_runner.spec_algorithm.is_none():
-        return "a capture may overwrite the drafts of speculative decoding"
     if model_runner.model_config.is_encoder_decoder:
         return "a capture may overwrite cross-attention states"
     if getattr(model_runner, "hisparse_coordinator", None) is not None:
