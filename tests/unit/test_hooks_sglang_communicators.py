@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import gc
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from nvsnap_hooks.live import Noted
 from nvsnap_hooks.rank import pynccl as nccl
 from nvsnap_hooks.sglang import communicators, custom_all_reduce
 from nvsnap_hooks.sglang.custom_all_reduce import CustomAllReduce
+from nvsnap_hooks.sglang.gpu import Gpu
 from nvsnap_hooks.sglang.pynccl import Pynccl
 from nvsnap_hooks.torch import symmetric_memory
 from sglang_communicators_support import Rank, ranks, regroup
@@ -27,7 +30,21 @@ EMPTY: tuple[set[int], dict[int, int], set[int]] = (set(), {}, set())
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(runtime, "close_ipc_handle", driver.close)
+    counts: Counter[int] = Counter()
+
+    def open_again(handle: bytes) -> int:
+        """What is open has one address, and is open until it was closed as often. (Of two ranks the other has it open.)"""
+        address = next(a for a, owners in driver.opened.items() if owners == int.from_bytes(handle, "little"))
+        counts[address] += 1
+        return address
+
+    def close(address: int) -> None:
+        counts[address] -= 1
+        if counts[address] < 0:
+            driver.close(address)
+
+    monkeypatch.setattr(runtime, "open_ipc_handle", open_again)
+    monkeypatch.setattr(runtime, "close_ipc_handle", close)
     monkeypatch.setattr(runtime, "library", lambda: None)
     monkeypatch.setattr(custom_all_reduce, "made", Noted())
     monkeypatch.setattr(Handles, "driver", driver)
@@ -127,18 +144,20 @@ def second_kind(driver: Driver) -> type:
 
 def old_second_kind(driver: Driver) -> type:
     class Memory:
-        """``sgl.CustomAllReduce``: all of it in C++."""
+        """``sgl.CustomAllReduce``: all of it in C++, which leaves the peers' storage open."""
 
         def __init__(self, group: Ranked, blocks: int | None) -> None:
-            self.pointers, self.own, self.blocks = share(driver, group), group.rank, blocks
+            self.own, self.blocks = share(driver, group)[group.rank], blocks
+
+        def share_storage(self) -> list[int]:
+            """A handle, as signed bytes."""
+            return list(array.array("b", self.own.to_bytes(8, "little")))
 
         def free_ipc_handles(self) -> None:
-            for rank, pointer in enumerate(self.pointers):
-                if rank != self.own:
-                    driver.close(pointer)
+            """Only what captures registered."""
 
         def free_storage(self) -> None:
-            driver.free(self.pointers[self.own])
+            driver.free(self.own)
 
     class CustomAllReduceV2:
         """What SGLang 0.5.12's has, which keeps neither its device nor its numbers of blocks."""
@@ -154,10 +173,13 @@ def old_second_kind(driver: Driver) -> type:
             self.disabled = True
             if device is None:
                 return
-            self.group = group
+            self.group, self.rank = group, group.rank
             self.max_pull_size, self.max_push_size = max_pull_size or 16, max_push_size or 2
             self.obj = Memory(group, max_pull_blocks)
             self.disabled = False
+
+        def _share_list(self, values: list[Any]) -> list[list[Any]]:
+            return self.group.group.gather(self.rank, values)
 
         def close(self) -> None:
             raise AssertionError("waits for the others half way, and for good where one failed")
@@ -384,8 +406,9 @@ def test_other_nccl_communicators_and_its_windows_are_refused(nccl_rank: Rank) -
 
 
 def test_each_resource_has_what_a_rank_asks_of_it() -> None:
-    others, custom = communicators.make()
-    assert custom in others and len({part.name for part in others}) == len(others)
-    for part in others:
+    gpu = Gpu()
+    assert gpu.custom_all_reduce in gpu.before_groups
+    assert len({part.name for part in gpu.before_groups}) == len(gpu.before_groups)
+    for part in gpu.before_groups:
         assert all(callable(getattr(part, call)) for call in ("obstacles", "release", "reacquire", "residue"))
         assert part.released is False
