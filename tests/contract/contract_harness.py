@@ -74,10 +74,11 @@ class Answer(threading.Thread):
 
 
 class Engine:
-    """``nvsnap_launch run OPTIONS -- vllm serve M …`` and what can be seen of it from outside."""
+    """``nvsnap_launch run OPTIONS -- vllm serve M …``, or SGLang's, and what can be seen of it from outside."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "vllm") -> None:
         self.folder = folder
+        self.kind = kind
         self.control = folder / "control"
         self.faults = folder / "faults"
         self.metadata = self.control / "restore.json"
@@ -110,7 +111,8 @@ class Engine:
         **extra: str,
     ) -> Engine:
         self.folder.mkdir(parents=True, exist_ok=True)
-        engine = command or ["vllm", "serve", "M", "--port", str(self.port), "-tp", str(ranks), *serve]
+        model, tp = ("M", "-tp") if self.kind == "vllm" else ("--model-path=M", "--tp")
+        engine = command or [self.kind, "serve", model, "--port", str(self.port), tp, str(ranks), *serve]
         limits = ["--drain-s", "1.5", "--prepare-timeout-s", "10", "--restore-timeout-s", "10", "--grace-s", "5"]
         argv = [*prefix, sys.executable, "-m", "nvsnap_launch", "run", *limits, *options, "--", *engine]
         with (self.folder / "output").open("wb") as output:
@@ -316,7 +318,7 @@ def standin_of_version(folder: Path, version: str | None) -> Path:
     for entry in (STANDIN / "vllm").iterdir():
         if entry.name not in ("_version.py", "__pycache__"):
             (package / entry.name).symlink_to(entry)
-    for name in ("torch", "uvicorn"):
+    for name in ("torch", "uvicorn", "standin"):
         (folder / name).symlink_to(STANDIN / name)
     if version is not None:
         (package / "_version.py").write_text(f'__version__ = version = "{version}"\n')

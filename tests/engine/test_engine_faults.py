@@ -46,7 +46,7 @@ def _server(engine: Engine, folder: Path, plugin: Path, seconds: int) -> Server:
     """``seconds`` are those that a prepare has for the ranks' part: there, and back."""
     environment = {
         "PYTHONPATH": str(plugin),
-        "FAULTS_MODULE": str(ROOT / "tests" / "standin" / "vllm" / "standin.py"),
+        "FAULTS_MODULE": str(ROOT / "tests" / "standin" / "standin" / "faults.py"),
         "STANDIN_FAULT": f"@{folder / 'fault'}",
         "NVSNAP_DRAIN_S": "3",
         "NVSNAP_PREPARE_TIMEOUT_S": str(seconds),

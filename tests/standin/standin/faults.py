@@ -43,47 +43,61 @@ def own_handlers():
 
 
 METHODS = ("release", "reacquire", "residue")
-ACTIONS = ("close", "poll", "park", "hold", "environment", "open")
+ACTIONS = ("close", "poll", "hold", "environment", "open")
 # Where the hooks can be struck: in which kind of process, which callable, and the name of that place. "{1}": the first
 # argument after self is part of the name.
+RANK = [
+    *(("rank.rank", f"Broadcasters.{method}", f"broadcasters.{method}") for method in METHODS),
+    *(("rank.rank", f"Groups.{method}", f"groups.{method}") for method in METHODS),
+    ("rank.rank", "Rank.do_check", "check"),
+    ("rank.rank", "Rank.do_environment", "environment"),
+]
+LEADER = [
+    ("machine", "Machine._watch", "watch"),
+    ("machine", "Machine._check_before", "preconditions"),
+    ("machine", "Machine._step", "{1}"),
+    ("machine", "Machine._on_ranks", "ranks.{1}"),
+    ("status", "Status.update", "publish.{1}"),
+]
 PLACES = {
-    "rank": [
-        *(("rank.rank", f"Broadcasters.{method}", f"broadcasters.{method}") for method in METHODS),
-        *(("vllm.worker", f"CpuShm.{method}", f"cpu_shm.{method}") for method in METHODS),
-        *(("rank.rank", f"Groups.{method}", f"groups.{method}") for method in METHODS),
-        ("rank.rank", "Rank.do_check", "check"),
-        ("rank.rank", "Rank.do_environment", "environment"),
-        ("vllm.worker", "_prove", "prove"),
-    ],
-    "core": [
-        *(("vllm.core", f"_Gate.do_{action}", action) for action in ACTIONS),
-        ("vllm.core", "_Gate._ranks", "ranks.{1}"),
-    ],
-    "leader": [
-        ("machine", "Machine._watch", "watch"),
-        ("machine", "Machine._check_before", "preconditions"),
-        ("machine", "Machine._step", "{1}"),
-        ("machine", "Machine._on_ranks", "ranks.{1}"),
-        ("status", "Status.update", "publish.{1}"),
-    ],
+    "vllm": {
+        "rank": [
+            *RANK,
+            *(("vllm.worker", f"CpuShm.{method}", f"cpu_shm.{method}") for method in METHODS),
+            ("vllm.worker", "_prove", "prove"),
+        ],
+        "core": [
+            *(("vllm.core", f"_Gate.do_{action}", action) for action in (*ACTIONS, "park")),
+            ("vllm.core", "_Gate._ranks", "ranks.{1}"),
+        ],
+        "leader": LEADER,
+    },
+    "sglang": {
+        "rank": [
+            *RANK,
+            ("sglang.rank", "Rank.prove", "prove"),
+            *(("sglang.gate", f"_Gate.do_{action}", f"gate.{action}") for action in ACTIONS),
+        ],
+        "leader": LEADER,
+    },
 }
 
 
-def install(who):
+def install(who, engine="vllm"):
     """Once the hooks of this process are imported. ``who``: a rank, "core" or "leader"."""
-    if "nvsnap_hooks.vllm.worker" not in sys.modules:
+    if {"vllm": "nvsnap_hooks.vllm.worker", "sglang": "nvsnap_hooks.sglang.gate"}[engine] not in sys.modules:
         return
-    for module, target, place in PLACES["rank" if isinstance(who, int) else who]:
+    for module, target, place in PLACES[engine]["rank" if isinstance(who, int) else who]:
         owner = importlib.import_module(f"nvsnap_hooks.{module}")
         *path, name = target.split(".")
         for part in path:
             owner = getattr(owner, part)
         setattr(owner, name, _wrapped(getattr(owner, name), place, who))
     if isinstance(who, int) and os.environ.get("STANDIN_GRAPHS"):
-        from vllm import graphs  # not there in a real vLLM, which these faults are planted in, too
+        from standin import graphs  # not there in a real engine, which these faults are planted in, too
 
         graphs.capture = _wrapped(graphs.capture, "recapture", who)
-        graphs.pretend()
+        graphs.pretend(engine)
 
 
 def _wrapped(original, place, who):

@@ -1,5 +1,6 @@
 """Pretended CUDA graphs of this rank (STANDIN_GRAPHS): the hooks' own worker part drives them as those of a GPU."""
 
+import importlib
 import os
 import time
 
@@ -28,7 +29,7 @@ class Graphs:
 
 
 class Gpu:
-    """In place of nvsnap_hooks.vllm.gpu.Gpu."""
+    """In place of the Gpu of nvsnap_hooks.vllm.gpu, or of sglang.gpu."""
 
     def __init__(self):
         self.graphs = _graphs
@@ -79,15 +80,15 @@ def in_use():
     return bool(TOTAL) and _graphs.captured == TOTAL
 
 
-def pretend():
+def pretend(engine):
     if not TOTAL:
         return
-    from nvsnap_hooks.vllm.worker import _Rank
+    name, rank = {"vllm": ("worker", "_Rank"), "sglang": ("rank", "Rank")}[engine]
+    kind = getattr(importlib.import_module(f"nvsnap_hooks.{engine}.{name}"), rank)
+    original = kind.__init__
 
-    original = _Rank.__init__
-
-    def __init__(rank, wrapper):
-        original(rank, wrapper)
+    def __init__(rank, owner):
+        original(rank, owner)
         rank.gpu = Gpu()
 
-    _Rank.__init__ = __init__
+    kind.__init__ = __init__

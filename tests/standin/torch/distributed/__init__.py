@@ -3,6 +3,7 @@ from .distributed_c10d import (
     all_gather_object,
     all_reduce,
     barrier,
+    both_groups,
     destroy_process_group,
     get_backend,
     get_process_group_ranks,

@@ -141,3 +141,13 @@ def all_gather_object(objects, value, group=None):
 
 def get_process_group_ranks(group):
     return group.ranks
+
+
+def both_groups(rank_lists, backend):
+    """What a coordinator makes, on each rank alike, and not torch's: (ranks, device group, CPU group) of this rank."""
+    mine = None
+    for ranks in rank_lists:
+        device, cpu = new_group(ranks, backend=backend), new_group(ranks, backend="gloo")
+        if _world.rank in ranks:
+            mine = ranks, device, cpu
+    return mine

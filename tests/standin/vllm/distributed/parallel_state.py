@@ -13,12 +13,8 @@ class GroupCoordinator:
         self.group_ranks, self.torch_distributed_backend = group_ranks, torch_distributed_backend
         self.rank, self.local_rank, self.unique_name = dist.get_rank(), local_rank, f"{group_name}:0"
         self.device, self.device_communicator, self.mq_broadcaster = torch.device("cpu"), None, None
-        for ranks in group_ranks:
-            device_group = dist.new_group(ranks, backend=torch_distributed_backend)
-            cpu_group = dist.new_group(ranks, backend="gloo")
-            if self.rank in ranks:
-                self.ranks, self.world_size = ranks, len(ranks)
-                self.device_group, self.cpu_group = device_group, cpu_group
+        self.ranks, self.device_group, self.cpu_group = dist.both_groups(group_ranks, torch_distributed_backend)
+        self.world_size = len(self.ranks)
         _groups[self.unique_name] = weakref.ref(self)
 
     def all_reduce(self, tensor):

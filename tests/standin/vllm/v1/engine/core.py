@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 
-from vllm import standin
+from standin import faults
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
@@ -25,7 +25,7 @@ class EngineCoreProc:
         signal.signal(signal.SIGTERM, self._stop)
         failed = (EngineCoreRequestType.EXECUTOR_FAILED, b"")
         self.model_executor = MultiprocExecutor(vllm_config, lambda: self.input_queue.put(failed))
-        standin.install("core")
+        faults.install("core")
         time.sleep(vllm_config.startup_seconds)
         self._connection = connection
         threading.Thread(target=self._read, daemon=True).start()

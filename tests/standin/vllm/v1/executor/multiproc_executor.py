@@ -2,8 +2,6 @@
 
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.util
-import os
 import signal
 import tempfile
 import threading
@@ -11,7 +9,8 @@ import time
 
 import vllm.distributed.device_communicators.shm_broadcast  # noqa: F401
 import vllm.envs  # noqa: F401
-from vllm import standin
+from standin import faults
+from standin.spawning import OutOfReach
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 
@@ -22,7 +21,7 @@ class MultiprocExecutor:
         size = vllm_config.parallel_config.tensor_parallel_size
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
-                with _OutOfReach(rank):
+                with OutOfReach(rank):
                     self._start(rank, size, f"file://{folder}/rendezvous")
             for pipe in self._pipes:
                 pipe.recv()
@@ -72,25 +71,6 @@ class MultiprocExecutor:
                 worker.join()
 
 
-class _OutOfReach:
-    """STANDIN_WORKER: start this rank so that no hooks reach it."""
-
-    def __init__(self, rank):
-        ways = os.environ.get("STANDIN_WORKER", "").split(",")
-        self._how = ways[rank] if rank < len(ways) else ""
-
-    def __enter__(self):
-        self._flags, self._kept = multiprocessing.util._args_from_interpreter_flags, dict(os.environ)
-        if self._how == "wiped":
-            os.environ.clear()
-        elif self._how:
-            multiprocessing.util._args_from_interpreter_flags = lambda: [self._how]
-
-    def __exit__(self, *_):
-        multiprocessing.util._args_from_interpreter_flags = self._flags
-        os.environ.update(self._kept)
-
-
 class WorkerProc:
     @staticmethod
     def worker_main(*args, **kwargs):
@@ -99,8 +79,8 @@ class WorkerProc:
         pipe = kwargs["pipe"]
         wrapper = WorkerWrapperBase(rpc_rank=kwargs["rank"])
         wrapper.init_worker([kwargs])
-        standin.install(kwargs["rank"])
-        standin.install_leak(kwargs["rank"])
+        faults.install(kwargs["rank"])
+        faults.install_leak(kwargs["rank"])
         pipe.send("ready")
         while True:
             try:

@@ -1,0 +1,2 @@
+def resolving_view(server_args):
+    return server_args

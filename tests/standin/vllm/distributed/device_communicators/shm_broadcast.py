@@ -1,0 +1,1 @@
+from standin.shm_broadcast import MessageQueue, ShmRingBuffer  # noqa: F401
