@@ -8,7 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from engine_support import ROOT, Engine
+from engine_support import ROOT, Engine, Sglang
+from nvsnap_hooks.sglang import versions
+
+from matrix import engines
 
 # What a user might bring: methods of its own on every worker.
 EXTENSION = """
@@ -75,17 +78,32 @@ EXTENSION = """
 """
 
 
+WORK = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work").absolute()
+
+
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    work = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work")
-    python = Path(os.environ.get("NVSNAP_ENGINE_PYTHON") or work / "engine" / "bin" / "python").absolute()
+    python = Path(os.environ.get("NVSNAP_ENGINE_PYTHON") or WORK / "engine" / "bin" / "python").absolute()
     if not (python.parent / "vllm").exists():
         pytest.skip(f"no vllm beside {python}: run 'tools/setup engine' or set NVSNAP_ENGINE_PYTHON")
-    model = work / "models" / "tiny"
+    return Engine(python, _model(python, tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Sglang:
+    """The newest of the table."""
+    python = engines.KINDS["sglang"].folder(WORK, [*versions.TABLE][-1]) / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {python}: run 'tools/setup sglang'")
+    return Sglang(python, _model(python, tmp_path_factory))
+
+
+def _model(python: Path, factory: pytest.TempPathFactory) -> Path:
+    model = WORK / "models" / "tiny"
     if not (model / "config.json").exists():
-        model = tmp_path_factory.mktemp("models") / "tiny"
+        model = factory.mktemp("models") / "tiny"
         subprocess.run([python, ROOT / "demo" / "make_tiny_model.py", model], check=True, timeout=120)
-    return Engine(python, model.absolute())
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A real vLLM under the real launcher, and what can be seen of its processes from outside."""
+"""A real engine under the real launcher, and what can be seen of its processes from outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 from support import ROOT, free_port, status_in, wait_until
@@ -29,16 +29,58 @@ PROMPTS = ("The capital of", "Hello world", "a to the", "and of the capital")
 START_S = 180
 
 
+def binding(ranks: int) -> str:
+    """One core for each rank: two ranks on two cores starve each other under an engine's own choice."""
+    return "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
+
+
 @dataclass(frozen=True)
 class Engine:
-    """An environment with vLLM in it, and a model for it."""
+    """An environment with vLLM in it, and a model for it. Another engine says what is otherwise."""
 
     python: Path
     model: Path
+    rank_role: ClassVar[str] = "worker"  # of the process that is a rank
 
-    @property
-    def vllm(self) -> Path:
-        return self.python.parent / "vllm"
+    def command(self, port: int) -> list[str]:
+        return [
+            *(str(self.python.parent / "vllm"), "serve", str(self.model), "--served-model-name", "tiny"),
+            *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--max-num-seqs", "4"),
+            *("--kv-cache-memory-bytes", str(64 << 20)),
+        ]
+
+    def variables(self, folder: Path, sockets: str, ranks: int) -> dict[str, str]:
+        """``sockets``: a folder with a short name."""
+        return {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": binding(ranks),
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_RPC_BASE_PATH": sockets,
+        }
+
+
+@dataclass(frozen=True)
+class Sglang(Engine):
+    """An environment with SGLang for the CPU in it. Its scheduler is the engine's core and a rank in one."""
+
+    rank_role: ClassVar[str] = "scheduler"
+
+    def command(self, port: int) -> list[str]:
+        return [
+            *(str(self.python), "-m", "sglang.launch_server", "--model-path", str(self.model)),
+            *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"),
+            *("--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--attention-backend", "torch_native"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-server-warmup"),
+        ]
+
+    def variables(self, folder: Path, sockets: str, ranks: int) -> dict[str, str]:
+        return {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": binding(ranks),
+            "TRANSFORMERS_OFFLINE": "1",
+            "TMPDIR": sockets,  # where its sockets are
+        }
 
 
 @dataclass
@@ -108,11 +150,7 @@ class Server:
             "NVSNAP_CONTROL_DIR": str(self.control),
             "PYTHONPATH": str(self.folder / "user"),
             "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(n % (os.cpu_count() or 1)) for n in range(self.ranks)),
-            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
-            "VLLM_RPC_BASE_PATH": self.sockets,
+            **self.engine.variables(self.folder, self.sockets, self.ranks),
             **self.environment,
         }
 
@@ -122,11 +160,7 @@ class Server:
         return int([*self.arguments, "--tensor-parallel-size", "1"][at + 1])
 
     def command(self) -> list[str]:
-        return [
-            *(str(self.engine.vllm), "serve", str(self.engine.model), "--served-model-name", "tiny"),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "256", "--max-num-seqs", "4"),
-            *("--kv-cache-memory-bytes", str(64 << 20), *self.arguments),
-        ]
+        return [*self.engine.command(self.port), *self.arguments]
 
     def start(self, seconds: float = START_S) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +248,7 @@ class Server:
 
     @property
     def workers(self) -> list[int]:
-        return [self.pid("worker", rank) for rank in range(self.ranks)]
+        return [self.pid(self.engine.rank_role, rank) for rank in range(self.ranks)]
 
     def seen(self) -> list[Seen]:
         return [Seen.of(pid) for pid in self.workers]
