@@ -19,6 +19,7 @@ from nvsnap_hooks import versions
 from nvsnap_hooks.live import Noted
 from nvsnap_hooks.rank.site import Site
 from nvsnap_hooks.sglang import graphs
+from nvsnap_hooks.shadow import instead
 from nvsnap_hooks.targets import Target
 
 MODEL = "sglang.srt.model_executor"
@@ -204,9 +205,8 @@ class CudaGraphRunner(Runner):
         yield
 
     def capture(self) -> None:
-        self.backend = self
-        super().capture()
-        del self.backend
+        with instead(self, backend=self):
+            super().capture()
 
 
 class PiecewiseCudaGraphRunner(Runner):
@@ -223,9 +223,8 @@ class PiecewiseCudaGraphRunner(Runner):
 
     def capture(self) -> None:
         assert sys.modules[OLD_PREFILL].switched_on
-        self.backend = self.compiled
-        super().capture()
-        del self.backend
+        with instead(self, backend=self.compiled):
+            super().capture()
 
 
 for kind, module in (
@@ -237,8 +236,8 @@ for kind, module in (
     kind.__module__ = module
 
 
-class AllReduceV1:
-    """It may not be asked to register what is in no graph any more."""
+class AllReduceV2:
+    """It tells its peers at the end of a capture that went well."""
 
     def __init__(self) -> None:
         self.disabled, self.capturing, self.registered = False, False, 0
@@ -250,23 +249,21 @@ class AllReduceV1:
             yield
         finally:
             self.capturing = False
-            self.register_graph_buffers()
-
-    def register_graph_buffers(self) -> None:
         self.registered += 1
 
 
-class AllReduceV2:
-    def __init__(self) -> None:
-        self.disabled, self.capturing, self.registered = False, False, 0
+class AllReduceV1(AllReduceV2):
+    """It does so in any case."""
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        try:
-            self.capturing = True
+        self.capturing = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self.register_graph_buffers())
+            stack.callback(setattr, self, "capturing", False)
             yield
-        finally:
-            self.capturing = False
+
+    def register_graph_buffers(self) -> None:
         self.registered += 1
 
 

@@ -68,6 +68,7 @@ def test_they_come_back_a_few_at_a_time_and_are_used_when_all_are_there(gpu: Gpu
     assert recapture.step(here, 1)["captured"] == 5
     assert {capturing for *_, capturing in decode.log} == {True}
     assert {capturing for *_, capturing in prefill.log} == {False}
+    assert [size for size, *_ in decode.log] == [4, 4, 2, 2, 1, 1], "one run before each capture"
     assert len({id(stream) for log in (decode.log, prefill.log) for _, stream, *_ in log}) == 1, "one stream for all"
 
 

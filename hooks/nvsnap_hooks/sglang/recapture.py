@@ -22,6 +22,7 @@ pieces capture when they are run. All captures share one stream and the runner's
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -63,7 +64,7 @@ class Recapture(recapture.Recapture):
                     (getattr(runner, "capture", None) or runner._capture_all)()
 
     def surroundings(self, site: Site, pieces: list[Piece]) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """Just these shapes. No progress bar, no profile, one stream for all calls."""
+        """Just these shapes. No progress bar, no profile, one stream for all calls, no run but one before a capture."""
         runners = self.graphs.holders(site).runners
         for runner in runners:
             name = shapes_of(runner)
@@ -71,8 +72,11 @@ class Recapture(recapture.Recapture):
             yield instead(runner, **{name: [size for size in getattr(runner, name) if size in sizes]})
             if hasattr(runner, "enable_profile_cuda_graph"):
                 yield instead(runner, enable_profile_cuda_graph=False)
-            if hasattr(getattr(runner, "backend", None), "_shared_output_buffer"):
-                yield instead(runner.backend, capture_session=_with_same_output(runner.backend))
+            backend = None if is_pieced(runner) else getattr(runner, "backend", None)
+            if backend is not None:
+                yield instead(backend, capture_one=_with_one_run(backend))
+            if hasattr(backend, "_shared_output_buffer"):
+                yield instead(backend, capture_session=_with_same_output(backend))
         names = {cls.__module__ for runner in runners for cls in type(runner).__mro__}
         for module in [sys.modules[name] for name in sorted(names)]:
             if hasattr(module, "tqdm"):
@@ -152,6 +156,18 @@ def _mode(runner: Any) -> Iterator[None]:
         elif is_pieced(runner) and not hasattr(runner, "backend"):
             stack.enter_context(sys.modules[type(runner).__module__].enable_piecewise_cuda_graph())
         yield
+
+
+def _with_one_run(backend: Any) -> Callable[..., Any]:
+    """The engine runs the model twice on each shape before it captures it (0.5.14 on), so that kernels are loaded, which they are
+    by now. The second run stays: a batch may keep what it finds out in its first."""
+    original = backend.capture_one
+
+    def capture_one(shape: Any, forward: Callable[[], Any], *args: Any, **named: Any) -> Any:
+        runs = itertools.count()
+        return original(shape, lambda: forward() if next(runs) else None, *args, **named)
+
+    return capture_one
 
 
 def _with_same_output(backend: Any) -> Callable[..., Any]:
