@@ -30,14 +30,15 @@ class Rank(rank.Rank):
         return unmet("scheduler", "gpu") if site.on_gpu else []
 
     def prove(self, site: Any) -> dict[str, Any]:
-        """One all-reduce through each coordinator's own path, and one over the CPU group of each."""
+        """One all-reduce through each coordinator's own path, and one over the CPU group of each. In the model's own type: its
+        kernels are there."""
         import torch
 
         proven = 0
         for coordinator in site.coordinators:
             if coordinator.world_size == 1:
                 continue
-            _check(coordinator, coordinator.all_reduce(torch.ones(8, device=coordinator.device)))
+            _check(coordinator, coordinator.all_reduce(torch.ones(8, device=coordinator.device, dtype=site.runner.dtype)))
             total = torch.ones(8)
             torch.distributed.all_reduce(total, group=coordinator.cpu_group)
             _check(coordinator, total)

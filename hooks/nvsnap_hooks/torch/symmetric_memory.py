@@ -8,6 +8,7 @@ rendezvous is noted.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import weakref
 
@@ -53,6 +54,8 @@ def wrap_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note(tensor: Any, handle: Any, maker: str) -> None:
     """A rendezvous that went to torch's C++ past ``rendezvous``. ``maker``: the module that asked for it."""
+    if not _blocks:  # while torch is there: a weak reference to storage asks it to the end
+        atexit.register(_blocks.clear)
     _blocks[:] = [*filter(_Block.mapped, _blocks), _Block(tensor, handle, maker)]
 
 
