@@ -29,7 +29,7 @@ class Scheduler:
         self.server_args, self.port_args, self.tp_rank = server_args, port_args, tp_rank
         parallel_state.initialize(tp_rank, server_args.tp_size, port_args.init_method)
         self.tp_group = parallel_state._TP
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=None))
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=None, dtype="bfloat16"))
         first = tp_rank == 0
         self.request_receiver = SchedulerRequestReceiver(
             pipe=port_args.scheduler_input if first else None, tp_cpu_group=self.tp_group.cpu_group
