@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import gpu_checkpoint
 import gpu_client
 from engine_support import Seen, later
 from gpu_server import START_S, GpuServer, Place
+from gpu_sglang import SglangServer
 from support import wait_until
 
 from nvsnap_launch.hooktree import procfs
@@ -31,16 +33,7 @@ Row = dict[str, Any]
 ANSWERS, ANSWER_TOKENS = 4, 48
 GRAPHS_S = 90.0
 TURN_S = 600.0  # for the others of a turn
-# Kinds of gpu_plants.py, and what the refusal must say.
-LEFTOVERS = {
-    "workspace": "flashinfer",
-    "custom_all_reduce": "custom all-reduce",
-    "pynccl": "pynccl",
-    "graph": "graph",
-    "symmetric_memory": "symmetric memory|memory of gpu",
-    "context": "context on gpu",
-    "import": "cuda ipc",
-}
+SERVERS: dict[str, type[GpuServer]] = {"vllm": GpuServer, "sglang": SglangServer}
 
 
 class Failed(Exception):
@@ -70,12 +63,15 @@ class Lab:
         if self.server is None or not self.server.running:
             self.down()
             self.starts += 1
-            self.server = GpuServer.of(self.place, self.shape, self.folder / f"{self.shape}.{self.starts}")
+            self.server = self.make(str(self.starts))
             started = time.monotonic()
             self.server.start()
             row["start_s"] = round(time.monotonic() - started, 1)
         self.take_turn()
         return self.server
+
+    def make(self, name: str, bare: bool = False) -> GpuServer:
+        return SERVERS[self.place.engine].of(self.place, self.shape, self.folder / f"{self.shape}.{name}", bare)
 
     def take_turn(self) -> None:
         """Servers of several series may start at one time; then one at a time does something."""
@@ -110,13 +106,17 @@ class Lab:
 
 
 def answers(server: GpuServer) -> list[gpu_client.Tokens]:
-    return [gpu_client.ask(server.port, number, ANSWER_TOKENS) for number in range(ANSWERS)]
+    return [gpu_client.ask(server.port, number, answer_tokens(server)) for number in range(ANSWERS)]
+
+
+def answer_tokens(server: GpuServer) -> int:
+    return ANSWER_TOKENS if server.place.gpu else ANSWER_TOKENS // 4
 
 
 def speed(server: GpuServer, clients: int, tokens: int = 256, runs: int = 9) -> float:
     """Median tokens a second, after one run that warms up. A rehearsal on CPU does not need the figure."""
     if not server.place.gpu:
-        tokens, runs = 8, 1
+        tokens, runs = 4, 1
     gpu_client.throughput(server.port, clients, tokens)
     return round(statistics.median(gpu_client.throughput(server.port, clients, tokens) for _ in range(runs)), 1)
 
@@ -179,7 +179,7 @@ def restore(server: GpuServer) -> Row:
     row["seconds"], row["steps"] = last["seconds"], steps(last)
     row["first answer"] = round(first.result(60)[1], 3)
     row["eager"] = graphs(server)
-    row["same eager"] = [gpu_client.ask(server.port, 0, ANSWER_TOKENS)]
+    row["same eager"] = [gpu_client.ask(server.port, 0, answer_tokens(server))]
     row["graphs"] = wait_graphs(server)
     row["all graphs"] = round(time.monotonic() - started, 2)
     return row
@@ -316,7 +316,7 @@ def weak(lab: Lab, row: Row) -> None:
     server = lab.up(row)
     before = answers(server)
     row["refused"] = {}
-    for kind, word in LEFTOVERS.items() if lab.place.gpu else ():
+    for kind, word in server.leftovers.items() if lab.place.gpu else ():
         row["refused"][kind] = leftover(server, kind, word)
         lab.say(f"{kind}: {row['refused'][kind]}")
     wrong = {kind: said for kind, said in row["refused"].items() if not said.get("good")}
@@ -357,8 +357,8 @@ def leftover(server: GpuServer, kind: str, word: str) -> Row:
 
 
 def deaf(lab: Lab, server: GpuServer) -> Row:
-    """With the audit off, the FlashInfer workspace still mapped: the driver makes an image that can't be restored."""
-    row: Row = {"planted": [server.rpc("plant", "workspace"), server.rpc("plant", "deaf")]}
+    """With the audit off, the first kind of leftover still mapped: the driver makes an image that can't be restored."""
+    row: Row = {"planted": [server.rpc("plant", next(iter(server.leftovers))), server.rpc("plant", "deaf")]}
     row["prepare"] = prepare(server)
     row["suspend"] = suspended = server.suspend()
     if suspended["ok"]:
@@ -370,7 +370,7 @@ def deaf(lab: Lab, server: GpuServer) -> Row:
 def killed(lab: Lab, row: Row) -> None:
     """One rank dies in the middle of a prepare: the tree ends, not with 0, and says which process."""
     server = lab.up(row)
-    pid = server.pid("worker", 1)
+    pid = server.workers[1]
     server.rpc("plant", "death", "1")
     server.signal(signal.SIGUSR1)
     started = time.monotonic()
@@ -437,24 +437,93 @@ def wake(server: GpuServer) -> None:
 
 def against_bare(lab: Lab, row: Row) -> None:
     """The same engine with and without the launcher, at the same time on the same GPUs, measured in turn."""
-    bare = GpuServer.of(lab.place, lab.shape, lab.folder / f"{lab.shape}.bare", bare=True)
+    with beside(lab) as bare:
+        compared(lab, row, bare)
+    check_speed(lab, row)
+
+
+@contextlib.contextmanager
+def beside(lab: Lab) -> Iterator[Callable[[], GpuServer]]:
+    """A bare server of the same shape, which starts meanwhile."""
+    bare = lab.make("bare", bare=True)
     starting = later(bare.start)
-    try:
-        server = lab.up(row)
+
+    def up() -> GpuServer:
         starting.result(START_S)
-        for clients, tokens in ((1, 128), (32, 128)) if lab.place.gpu else ((1, 8), (32, 8)):
-            found: dict[str, list[float]] = {"bare": [], "launched": []}
-            for turn in range(12 if lab.place.gpu else 3):
-                for name, each in (("bare", bare), ("launched", server))[:: 1 if turn % 2 else -1]:
-                    found[name].append(gpu_client.throughput(each.port, clients, tokens))
-            middle = {name: statistics.median(values[1:]) for name, values in found.items()}
-            row[f"speed {clients}"] = {name: [round(value, 1) for value in values] for name, values in found.items()}
-            row[f"ratio {clients}"] = round(middle["launched"] / middle["bare"], 4)
-            row[f"median {clients}"] = {name: round(value, 1) for name, value in middle.items()}
+        return bare
+
+    try:
+        yield up
     finally:
         bare.end()
+
+
+def compared(lab: Lab, row: Row, bare: Callable[[], GpuServer]) -> None:
+    server = lab.up(row)
+    both = (("bare", bare()), ("launched", server))
+    for clients, tokens in ((1, 128), (32, 128)) if lab.place.gpu else ((1, 4), (32, 4)):
+        found: dict[str, list[float]] = {"bare": [], "launched": []}
+        for turn in range(12 if lab.place.gpu else 2):
+            for name, each in both[:: 1 if turn % 2 else -1]:
+                found[name].append(gpu_client.throughput(each.port, clients, tokens))
+        middle = {name: statistics.median(values[1:]) for name, values in found.items()}
+        row[f"speed {clients}"] = {name: [round(value, 1) for value in values] for name, values in found.items()}
+        row[f"ratio {clients}"] = round(middle["launched"] / middle["bare"], 4)
+        row[f"median {clients}"] = {name: round(value, 1) for name, value in middle.items()}
+
+
+def check_speed(lab: Lab, row: Row) -> None:
     if lab.place.gpu:
         check(min(row["ratio 1"], row["ratio 32"]) >= 0.99, "slower than bare")
+
+
+def dense(lab: Lab, row: Row) -> None:
+    """Against the bare server, then alone on the GPUs as in ``strong``."""
+    row["beside bare"] = {}
+    with beside(lab) as bare:
+        compared(lab, row["beside bare"], bare)
+    row["start_s"] = row["beside bare"].pop("start_s", None)
+    strong(lab, row)
+    check_speed(lab, row["beside bare"])
+
+
+def report(lab: Lab, row: Row) -> None:
+    """Nothing captured, no custom all-reduce, NCCL over sockets; the gather of logits has the peers' memory mapped.
+
+    Under the launcher: a whole cycle. Bare, with nothing released: what does the driver say? That comes last, it may hang.
+    """
+    with beside(lab) as bare:
+        server = lab.up(row)
+        other = bare()
+        before = answers(server)
+        row["mapped"] = server.rpc("plant_look")
+        try:
+            row["cycles"] = [cycle(server, before)]
+            row["mapped again"] = server.rpc("plant_look")
+        finally:
+            row["unreleased"] = unreleased(other)
+    check(row["cycles"][0]["same"], "answers differ from those before")
+    if lab.place.gpu:
+        check(all(row["mapped"]) and all(row["unreleased"]["mapped"]), "no memory of the peer's was mapped")
+
+
+def unreleased(server: GpuServer) -> Row:
+    """The driver's calls on a server that nobody prepared. It is killed afterwards."""
+    before = answers(server)
+    row: Row = {"mapped": server.rpc("plant_look")}
+    try:
+        row["suspend"] = suspended = server.suspend()
+        if suspended["ok"]:
+            row["resume"] = server.resume(suspended["pids"])
+            if row["resume"]["ok"]:
+                row["same"] = answers(server) == before
+        elif suspended["pids"]:
+            row["state"] = gpu_checkpoint.ask("state", suspended["pids"], 15)
+    except (RuntimeError, OSError) as error:
+        row["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        server.kill()
+    return row
 
 
 def measured(lab: Lab, row: Row) -> None:
@@ -481,6 +550,11 @@ CASES = {
     "weak": Case("small", weak, 300),
     "stray": Case("small", stray, 60),
     "bare": Case("dense", against_bare, START_S + 90),
+    "dense": Case("dense", dense, 400),
+    "report": Case("report", report, 240),
+    "report-nccl": Case("report-nccl", report, 240),
+    "gather": Case("gather", once, 120),
+    "all": Case("all", once, 150),
     "off": Case("off", measured, 90),
     "tp1": Case("tp1", once, 120),
     "plain": Case("plain", strong, 280),
@@ -525,7 +599,9 @@ def run(lab: Lab, name: str) -> Row:
 
 def main(config: str, shape: str, *names: str) -> int:
     values = json.loads(config)
-    place = Place(Path(values["python"]), values["path"], Path(values["work"]), values["gpu"], values["turn"])
+    where = (Path(values["python"]), values["path"], Path(values["work"]))
+    place = Place(*where, values["gpu"], values["turn"], values["engine"])
+    gpu_client.speak(place.engine)
     lab = Lab(place, shape, Path(values["folder"]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

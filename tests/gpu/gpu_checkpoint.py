@@ -85,13 +85,15 @@ def main(action: str, seconds: str, *numbers: str) -> int:
 def ask(action: str, pids: Iterable[int], seconds: float = 60) -> dict[str, Any]:
     """``ok``, ``seconds`` of the calls alone, each call's result by PID; ``error`` where nothing came back in time."""
     command = [sys.executable, __file__, action, str(seconds / 3), *map(str, pids)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        result: dict[str, Any] = json.loads(done.stdout)
+        said, errors = child.communicate(timeout=seconds)
+        result: dict[str, Any] = json.loads(said)
     except subprocess.TimeoutExpired:
+        child.kill()  # not waited for: it may be deep in the driver
         return {"ok": False, "error": f"{action} has not returned within {seconds:g} s"}
     except ValueError:
-        return {"ok": False, "error": done.stderr[-400:]}
+        return {"ok": False, "error": errors[-400:]}
     return result
 
 

@@ -8,9 +8,10 @@ import itertools
 import json
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 HOST, MODEL = "127.0.0.1", "gpu-test"
 LIMIT_S = 120.0
@@ -22,9 +23,65 @@ def prompt(number: int, length: int = 6) -> list[int]:
     return [3 + (number * 7919 + at * 104729) % 31990 for at in range(length)]
 
 
-def body(number: int, tokens: int, **more: Any) -> dict[str, Any]:
-    wanted = {"model": MODEL, "prompt": prompt(number), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return wanted | {"return_token_ids": True} | more
+class Dialect(Protocol):
+    """How an engine is asked for a greedy answer of a fixed length, and what it says."""
+
+    path: str
+
+    def body(self, number: int, tokens: int, stream: bool = False) -> dict[str, Any]: ...
+
+    def answer(self, said: Any) -> tuple[Tokens, str]:
+        """(tokens, why it ended)."""
+        ...
+
+    def more(self, said: Any, known: int) -> list[int]:
+        """Of one piece of a stream: what is new. Raises RuntimeError if it is an error."""
+        ...
+
+
+class Vllm:
+    path = "/v1/completions"
+
+    def body(self, number: int, tokens: int, stream: bool = False) -> dict[str, Any]:
+        wanted = {"model": MODEL, "prompt": prompt(number), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return {**wanted, "return_token_ids": True, "stream": stream}
+
+    def answer(self, said: Any) -> tuple[Tokens, str]:
+        choice = said["choices"][0]
+        return tuple(choice["token_ids"]), choice["finish_reason"]
+
+    def more(self, said: Any, known: int) -> list[int]:
+        return said["choices"][0].get("token_ids") or []
+
+
+class Sglang:
+    """Its own interface: ``/v1/completions`` tells no token numbers. A stream repeats all that it said (0.5.15 to 0.5.23)."""
+
+    path = "/generate"
+
+    def body(self, number: int, tokens: int, stream: bool = False) -> dict[str, Any]:
+        how = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        # No prefix of an earlier answer is taken from the cache: computed in other pieces it differs in the last bits.
+        alone = {"extra_key": uuid.uuid4().hex}
+        return {"input_ids": prompt(number), "sampling_params": how, "stream": stream, **alone}
+
+    def answer(self, said: Any) -> tuple[Tokens, str]:
+        return tuple(said["output_ids"]), said["meta_info"]["finish_reason"]["type"]
+
+    def more(self, said: Any, known: int) -> list[int]:
+        if "output_ids" not in said:
+            raise RuntimeError(f"streamed {said}")
+        return list(said["output_ids"][known:])
+
+
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
+dialect = DIALECTS["vllm"]
+
+
+def speak(engine: str) -> None:
+    """From here on all requests are for this engine."""
+    global dialect
+    dialect = DIALECTS[engine]
 
 
 def call(port: int, path: str, content: dict[str, Any], seconds: float = LIMIT_S) -> Any:
@@ -43,10 +100,9 @@ def call(port: int, path: str, content: dict[str, Any], seconds: float = LIMIT_S
 
 def ask(port: int, number: int, tokens: int, seconds: float = LIMIT_S) -> Tokens:
     """The greedy answer. Raises RuntimeError when it has another length than was asked for."""
-    choice = call(port, "/v1/completions", body(number, tokens), seconds)["choices"][0]
-    found = tuple(choice["token_ids"])
-    if len(found) != tokens or choice["finish_reason"] != "length":
-        raise RuntimeError(f"{len(found)} tokens of {tokens}, ended with {choice['finish_reason']}")
+    found, ended = dialect.answer(call(port, dialect.path, dialect.body(number, tokens), seconds))
+    if len(found) != tokens or ended != "length":
+        raise RuntimeError(f"{len(found)} tokens of {tokens}, ended with {ended}")
     return found
 
 
@@ -87,8 +143,8 @@ class Stream(threading.Thread):
     def run(self) -> None:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=LIMIT_S)
         try:
-            content = json.dumps(body(self.number, self.length, stream=True))
-            connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+            content = json.dumps(dialect.body(self.number, self.length, stream=True))
+            connection.request("POST", dialect.path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status != 200:
                 raise RuntimeError(f"answered {answer.status}: {answer.read(300).decode(errors='replace')}")
@@ -103,7 +159,7 @@ class Stream(threading.Thread):
         if data == "[DONE]":
             self.complete = True
         elif data:
-            new = json.loads(data)["choices"][0].get("token_ids") or []
+            new = dialect.more(json.loads(data), len(self.tokens))
             self.tokens += new
             self.times += [time.monotonic()] * len(new)
 

@@ -1,6 +1,7 @@
-"""vLLM's worker extension of the GPU tests: random weights that make answers depend on the whole context, and leftovers.
+"""What the GPU tests have in each rank: random weights that make answers depend on the whole context, and leftovers.
 
-Every method runs on all ranks at one step, through vLLM's own ``/collective_rpc``. A leftover is what a forgetful teardown
+Every method runs on all ranks at one step: of vLLM as its worker extension, through its own ``/collective_rpc``; for SGLang see
+gpu_sglang_plants.py. A leftover is what a forgetful teardown
 would leave; the product has no switch for one.
 """
 
@@ -13,7 +14,9 @@ import io
 import os
 import pstats
 import signal
+import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 _kept: dict[str, Any] = {}
@@ -61,13 +64,24 @@ class Plants:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
+    def plant_look(self) -> list[str]:
+        """What the driver sees of other GPUs in this process, also without the launcher."""
+        import torch
+
+        hooks = str(Path(__file__).resolve().parents[2] / "hooks")
+        if hooks not in sys.path:
+            sys.path.append(hooks)
+        from nvsnap_hooks.cuda import peers
+
+        return peers.residue(torch.cuda.current_device()) if torch.cuda.is_available() else []
+
     def _plant_profile(self) -> None:
         """Where a rank's time goes, and what its GPU holds besides the weights when all is given up: see planted_profile."""
-        from nvsnap_hooks.vllm import worker
+        from nvsnap_hooks.rank.rank import Rank
 
         weights = {p.untyped_storage().data_ptr() for p in self.get_model().parameters()}  # type: ignore[attr-defined]
         for action in ("check", "release", "reacquire", "recapture"):
-            _shadow(worker._Rank, f"do_{action}", _profiled(action, getattr(worker._Rank, f"do_{action}"), weights))
+            _shadow(Rank, f"do_{action}", _profiled(action, getattr(Rank, f"do_{action}"), weights))
 
     def planted_profile(self) -> dict[str, str]:
         """What was measured since the last call, by action."""
@@ -78,27 +92,32 @@ class Plants:
 
     # -- leftovers that a resource of ours should have given up -----------------------------------
 
+    @staticmethod
+    def leave(resource: type) -> None:
+        """It is not released any more."""
+        _shadow(resource, "release", lambda self, site: {})
+
     def _plant_workspace(self) -> None:
         """FlashInfer's workspaces stay: the ingredient that decides whether an image can be restored."""
         from nvsnap_hooks.vllm.flashinfer_workspaces import Workspaces
 
-        _shadow(Workspaces, "release", lambda self, site: {})
+        self.leave(Workspaces)
 
     def _plant_custom_all_reduce(self) -> None:
         from nvsnap_hooks.rank.custom_all_reduce import CustomAllReduce
 
-        _shadow(CustomAllReduce, "release", lambda self, site: {})
+        self.leave(CustomAllReduce)
 
     def _plant_pynccl(self) -> None:
         from nvsnap_hooks.rank.pynccl import Pynccl
 
-        _shadow(Pynccl, "release", lambda self, site: {})
+        self.leave(Pynccl)
 
     def _plant_deaf(self) -> None:
         """The audit finds nothing any more."""
-        from nvsnap_hooks.vllm import worker
+        from nvsnap_hooks.rank.rank import Rank
 
-        _shadow(worker._Rank, "_look", lambda self, report, *_: report.update(residue=[]))
+        _shadow(Rank, "_look", lambda self, report, *_: report.update(residue=[]))
 
     def _plant_death(self) -> None:
         """This rank dies in the middle of its release, with its first resources given up and others not."""
@@ -161,7 +180,7 @@ class Plants:
         _must(driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(4 << 20)))
         _must(driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
         handles: list[Any] = [None] * size
-        dist.all_gather_object(handles, bytes(handle), group=_cpu_group())
+        dist.all_gather_object(handles, bytes(handle), group=cpu_group())
         peer = _IpcHandle.from_buffer_copy(handles[(dist.get_rank() + 1) % size])
         driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
         _must(driver.cuIpcOpenMemHandle_v2(ctypes.addressof(other), peer, 1))
@@ -169,7 +188,7 @@ class Plants:
 
         def undo() -> None:
             driver.cuIpcCloseMemHandle(other)
-            dist.barrier(group=_cpu_group())
+            dist.barrier(group=cpu_group())
             driver.cuMemFree_v2(own)
 
         _kept["import"] = undo
@@ -230,13 +249,14 @@ def _must(code: int) -> None:
         raise RuntimeError(f"the CUDA driver answered {code}")
 
 
-def _cpu_group() -> Any:
-    from vllm.distributed import parallel_state
-
-    return parallel_state.get_world_group().cpu_group
+def cpu_group() -> Any:
+    """Of the engine that this is: never imported anew."""
+    names = (f"{engine}.distributed.parallel_state" for engine in ("vllm", "sglang.srt"))
+    return next(sys.modules[name] for name in names if name in sys.modules).get_world_group().cpu_group
 
 
 def _shadow(owner: Any, name: str, value: Any) -> None:
+    inherited = name not in vars(owner)
     original = getattr(owner, name)
     setattr(owner, name, value)
-    _kept[f"{owner.__name__}.{name}"] = lambda: setattr(owner, name, original)
+    _kept[f"{owner.__name__}.{name}"] = lambda: delattr(owner, name) if inherited else setattr(owner, name, original)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from gpu_cases import CASES
+from gpu_cases import CASES, SERVERS
 from gpu_server import NO_MULTICAST
 
 Row = dict[str, Any]
@@ -149,17 +149,19 @@ def shown(row: Row) -> str:
         lines.append(f"  cycle {number}: {_cycle(cycle)}")
     if "prepare" in row:
         lines.append(f"  {_cycle(row)}")
-    told = {
-        key: row[key] for key in TOLD if key in row and not (isinstance(row[key], dict) and key.startswith("speed"))
-    }
-    if told:
-        lines.append("  " + ", ".join(f"{key}: {value}" for key, value in told.items()))
+    if _told(row):
+        lines.append("  " + _told(row))
     for kind, said in row.get("refused", {}).items():
         lines.append(
             f"  leftover {kind}: {'good' if said.get('good') else 'BAD'}: {str(said.get('said') or said)[:300]}"
         )
+    if "beside bare" in row:
+        lines.append("  beside bare: " + _told(row["beside bare"]))
+    if "unreleased" in row:
+        bare = row["unreleased"]
+        lines.append(f"  bare, nothing released: mapped {bare.get('mapped')}; " + _calls(bare))
     if "deaf" in row:
-        lines.append(f"  audit off: {_driver(row['deaf'].get('suspend'))}, {_driver(row['deaf'].get('resume'))}")
+        lines.append("  audit off: " + _calls(row["deaf"]))
     if "error" in row:
         lines.append("  " + row["error"][:800])
     return "\n".join(lines)
@@ -179,6 +181,17 @@ def _cycle(cycle: Row) -> str:
         f"all graphs {restored.get('all graphs')} s ({restored.get('graphs')}); same {cycle.get('same')}, "
         f"eager same {restored.get('same eager')}, used {cycle.get('used')}"
     )
+
+
+def _told(row: Row) -> str:
+    found = {
+        key: row[key] for key in TOLD if key in row and not (isinstance(row[key], dict) and key.startswith("speed"))
+    }
+    return ", ".join(f"{key}: {value}" for key, value in found.items())
+
+
+def _calls(row: Row) -> str:
+    return f"suspend {_driver(row.get('suspend'))}, resume {_driver(row.get('resume'))}"
 
 
 def _driver(done: Row | None) -> str:
@@ -208,6 +221,7 @@ def _trim(path: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--engine", choices=list(SERVERS), default="vllm")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="models, caches and server folders; a new one by default")
     parser.add_argument("--python", default=sys.executable, help="the engine's Python")
@@ -216,6 +230,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--budget", type=float, default=560, help="seconds for all of it")
     parser.add_argument("--turn", default="", metavar="FILE", help="for series that run at one time: one has its turn")
     given = parser.parse_args(arguments)
+    foreign = [name for name in given.cases if CASES[name].shape not in SERVERS[given.engine].shapes]
+    if foreign:
+        parser.error(f"not with {given.engine}: {', '.join(foreign)}")
     out, work = given.out.absolute(), (given.work or Path(tempfile.mkdtemp(prefix="nvsnap-gpu-"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
     folder = work / f"run-{uuid.uuid4().hex[:6]}"
@@ -226,6 +243,7 @@ def main(arguments: Sequence[str]) -> int:
         "work": str(work),
         "gpu": given.device == "gpu",
         "turn": given.turn,
+        "engine": given.engine,
         "folder": str(folder),
     }
     series = Series(out, place, given.budget)

@@ -1,14 +1,15 @@
-"""vLLM for the GPU tests, under the launcher or bare, and what is measured of it from outside."""
+"""The engine of the GPU tests, under the launcher or bare, and what is measured of it from outside. SGLang: gpu_sglang.py."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gpu_checkpoint
 import gpu_client
@@ -40,8 +41,16 @@ GPU_FLAGS = (
     "--attention-backend",
     "TRITON_ATTN",
 )
-CPU_FLAGS = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
+CPU_FLAGS = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--enforce-eager")
 NO_FUSED_ALL_REDUCE = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
+
+# Leftovers that belong to nobody, and what the refusal must say.
+FOREIGN = {
+    "graph": "graph",
+    "symmetric_memory": "symmetric memory|memory of gpu",
+    "context": "context on gpu",
+    "import": "cuda ipc",
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class Place:
     work: Path
     gpu: bool
     turn: str = ""  # a file: whoever has it locked may use the GPUs
+    engine: str = "vllm"
 
     def model(self, name: str) -> Path:
         folder = self.work / "models" / name
@@ -112,14 +122,20 @@ class GpuServer(Server):
     look_again: float = 0.0
     weights: str = "random"
     heard: int = 0  # how often it was found listening
+    shapes: ClassVar[dict[str, Shape]] = SHAPES
+    # Kinds of gpu_plants.py, and what the refusal must say. The first ones decide whether an image can be restored.
+    leftovers: ClassVar[dict[str, str]] = {
+        "workspace": "flashinfer",
+        "custom_all_reduce": "custom all-reduce",
+        "pynccl": "pynccl",
+        **FOREIGN,
+    }
 
     @classmethod
     def of(cls, place: Place, name: str, folder: Path, bare: bool = False) -> GpuServer:
-        shape = SHAPES[name]
+        shape = cls.shapes[name]
         engine = Engine(place.python, place.model(shape.model if place.gpu else "tiny"))
         arguments = ("--tensor-parallel-size", str(shape.tp), *shape.flags)
-        if not place.gpu and "--enforce-eager" not in arguments:
-            arguments += ("--enforce-eager",)
         return cls(engine, folder, arguments, dict(shape.environment), shape=shape, place=place, bare=bare)
 
     def env(self) -> dict[str, str]:
@@ -153,7 +169,7 @@ class GpuServer(Server):
                 AssertionError,
                 OSError,
             ) as error:  # the answers then tell less, which is no reason to measure nothing
-                self.weights = f"vLLM's dummy weights: {error}"
+                self.weights = f"the engine's dummy weights: {error}"
 
     def _start_bare(self, seconds: float) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -183,6 +199,16 @@ class GpuServer(Server):
         self.heard += listens
         assert self.bare or self.heard < SILENT_S, f"it listens, and the hooks say nothing of it: {self.words()}"
         return self.bare and listens
+
+    def kill(self) -> None:
+        """A tree that may not answer any more, a SIGTERM least of all."""
+        assert self.process is not None
+        self.remember()
+        self.process.kill()
+        for process in self.members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.end()
 
     @property
     def running(self) -> bool:
