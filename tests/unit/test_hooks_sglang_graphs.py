@@ -107,7 +107,7 @@ def test_the_compiled_code_of_a_model_in_pieces_is_kept(gpu: Gpu) -> None:
 
 
 def test_graphs_that_prepare_attention_go_as_well(gpu: Gpu) -> None:
-    """0.5.20 and later."""
+    """0.5.19 and later."""
     runner = now(FullCudaGraphBackend())
     here = captured(runner)
     states: dict[Any, Any] = {1: {"graph": capture_graph((0, 5))}, 2: {"graph": None}}

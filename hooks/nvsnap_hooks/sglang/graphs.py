@@ -94,7 +94,7 @@ class Graphs(graphs.Graphs):
                 runner.output_buffers.clear()
             elif hasattr(backend, "_graphs"):  # of a model in pieces, cleanup() would forget the compiled code
                 backend.cleanup()
-            glue = getattr(runner, "_metadata_glue", None)  # 0.5.20 on; it captures anew by itself, as it is used
+            glue = getattr(runner, "_metadata_glue", None)  # 0.5.19 on; it captures anew by itself, as it is used
             if glue is not None:
                 glue.reset()
         for piece in pieces.alive():

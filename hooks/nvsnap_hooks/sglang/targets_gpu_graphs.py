@@ -135,6 +135,6 @@ _GLUE: dict[str, Target] = {
 
 GRAPHS: dict[str, dict[str, Target]] = {
     **dict.fromkeys(("0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1"), _FIRST),
-    **dict.fromkeys(("0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18", "0.5.19"), _BACKENDS),
-    **dict.fromkeys(("0.5.20", "0.5.21", "0.5.22", "0.5.23"), _GLUE),
+    **dict.fromkeys(("0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18"), _BACKENDS),
+    **dict.fromkeys(("0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"), _GLUE),
 }
