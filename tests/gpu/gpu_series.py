@@ -26,6 +26,8 @@ from typing import IO, Any
 from gpu_cases import CASES, SERVERS
 from gpu_server import NO_MULTICAST
 
+from demo import tree
+
 Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
 MARK = "NVSNAP_GPU_SERIES"  # in the environment of all that a series starts
@@ -125,14 +127,16 @@ def _lines(stream: IO[str]) -> queue.Queue[Row | None]:
 
 
 def marked(mark: str) -> list[int]:
-    """Every process with the mark in its environment, whoever its parent is by now."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+    """Every process with the mark in its environment, whoever its parent is by now, and all below them: SGLang's write their names
+    over their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    found: set[int] = set()
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):
                 if wanted in (path / "environ").read_bytes().split(b"\0"):
-                    found.append(int(path.name))
-    return found
+                    found.add(int(path.name))
+    return sorted(found.union(*({child.pid for child in tree.descendants(pid)} for pid in found)))
 
 
 def wait_gone(mark: str) -> None:
