@@ -86,6 +86,7 @@ class _Gate:
         try:
             if self.line is None:
                 self.line = line.connect(message["address"], self.rank.rank)
+            self._in_step(action)
             report.update(getattr(self, f"do_{action}")(options) or {})
         except Exception as error:
             report.update(ok=False, error=f"{type(error).__name__}: {error}")
@@ -97,6 +98,14 @@ class _Gate:
                 self.line.send(report)
         except line.Closed as error:
             say(f"rank {self.rank.rank} can't answer: {error}")
+
+    def _in_step(self, action: str) -> None:
+        """What all ranks must have alike, whatever else goes wrong on one: who runs what, and who listens where."""
+        if action == "close" and not self.closed:
+            setattr(self.scheduler, versions.attribute("process_input"), self._gated)
+            self.closed = True
+        if action == "hold" and self.closed:
+            self.held = True
 
     def do_hello(self, _: Report) -> Report:
         return {}
@@ -111,9 +120,6 @@ class _Gate:
 
     def do_close(self, options: Report) -> Report:
         """From here on new requests and others' calls wait; what runs goes on."""
-        if not self.closed:
-            setattr(self.scheduler, versions.attribute("process_input"), self._gated)
-            self.closed = True
         return self.do_poll(options)
 
     def do_hold(self, options: Report) -> Report:
@@ -123,7 +129,6 @@ class _Gate:
             raise RuntimeError("admission is open: it can't be held")
         if options.get("idle") and not self._scheduler("idle"):
             raise RuntimeError("the scheduler has work: it can't be held")
-        self.held = True
         for name in _BATCHES:  # else a watchdog takes the time of a freeze for a step that hangs
             if getattr(self.scheduler, name, None) is not None:
                 setattr(self.scheduler, name, None)

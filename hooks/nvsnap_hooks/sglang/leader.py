@@ -185,6 +185,8 @@ class SglangEngine(Engine):
             assert self._loop is not None
             text = json.dumps({**message, "address": self._lines.address}, separators=(",", ":"))
             self._loop.call_soon_threadsafe(self._dispatch, text)
+        if action == "hold":  # where it fails on a rank, all are held nevertheless (gate.py)
+            self._held = True
         return call
 
     def _dispatch(self, text: str) -> None:
@@ -220,7 +222,6 @@ class SglangEngine(Engine):
 
     def hold(self, timeout: float) -> None:
         self.call("hold", timeout)
-        self._held = True
 
     def on_ranks(self, action: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
         answers = self.call("ranks", timeout, {"action": action, "arguments": arguments})
