@@ -21,24 +21,24 @@ class Pool:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
-        self._spare: Engine | None = None
+        self._spare: dict[str, Engine] = {}
         self.all: list[Engine] = []
 
-    def standard(self, *options: str) -> Engine:
-        return self.new().start(*SERVE, options=[*OPTIONS, *options], env=VARIABLES)
+    def standard(self, kind: str, *options: str) -> Engine:
+        return self.new(kind).start(*SERVE, options=[*OPTIONS, *options], env=VARIABLES)
 
-    def new(self) -> Engine:
+    def new(self, kind: str) -> Engine:
         self._count += 1
-        engine = Engine(self._folder / str(self._count))
+        engine = Engine(self._folder / str(self._count), kind)
         self.all.append(engine)
         return engine
 
-    def take(self) -> Engine:
-        engine, self._spare = self._spare or self.standard(*BRIEF), None
-        return engine.serving()
+    def take(self, kind: str) -> Engine:
+        return (self._spare.pop(kind, None) or self.standard(kind, *BRIEF)).serving()
 
-    def provide(self) -> None:
-        self._spare = self._spare or self.standard(*BRIEF)
+    def provide(self, kind: str) -> None:
+        if kind not in self._spare:
+            self._spare[kind] = self.standard(kind, *BRIEF)
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +55,17 @@ def _common(pool: Pool) -> dict[str, Engine]:
 
 
 @pytest.fixture
-def shared(pool: Pool, _common: dict[str, Engine]) -> Iterator[Engine]:
+def kind() -> str:
+    """Which engine; a test for others is parametrised with it."""
+    return "vllm"
+
+
+@pytest.fixture
+def shared(pool: Pool, _common: dict[str, Engine], kind: str) -> Iterator[Engine]:
     """A serving engine with two ranks that other tests use too: every test leaves it serving."""
-    engine = _common.get("engine")
+    engine = _common.get(kind)
     if engine is None or not engine.running():
-        engine = _common["engine"] = pool.standard().serving()
+        engine = _common[kind] = pool.standard(kind).serving()
     assert engine.status()["state"] == "serving"
     yield engine
     engine.faults.unlink(missing_ok=True)
@@ -71,21 +77,21 @@ def shared(pool: Pool, _common: dict[str, Engine]) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def fresh(pool: Pool) -> Iterator[Engine]:
+def fresh(pool: Pool, kind: str) -> Iterator[Engine]:
     """A serving engine with two ranks that may die. Its restore has 2 s."""
-    engine = pool.take()
-    pool.provide()
+    engine = pool.take(kind)
+    pool.provide(kind)
     yield engine
     engine.kill()
 
 
 @pytest.fixture
-def start(pool: Pool) -> Iterator[Callable[..., Engine]]:
+def start(pool: Pool, kind: str) -> Iterator[Callable[..., Engine]]:
     """Start an engine as the test wants it; it is not waited for."""
     mine: list[Engine] = []
 
     def begin(*serve: str, **how: Any) -> Engine:
-        engine = pool.new()
+        engine = pool.new(kind)
         mine.append(engine)
         return engine.start(*SERVE, *serve, **how)
 

@@ -21,6 +21,7 @@ from support import wait_until as until
 from nvsnap_launch.hooktree import procfs
 
 PATIENCE = 20.0  # seconds for anything that should be quick, on a machine that is busy
+KINDS = ("vllm", "sglang")
 SECRET = "hf-secret-that-must-not-show"
 
 Status = dict[str, Any]
@@ -217,6 +218,11 @@ class Engine:
         """PIDs of a role, by rank."""
         found = [p for p in self.status()["processes"] if p["role"] == role]
         return [p["pid"] for p in sorted(found, key=lambda p: p["rank"] or 0)]
+
+    @property
+    def ranks(self) -> list[int]:
+        """PIDs of the processes that have a rank each."""
+        return self.processes("worker" if self.kind == "vllm" else "scheduler")
 
     @property
     def leader(self) -> int:

@@ -21,48 +21,75 @@ RELEASE = ("broadcasters.release", "cpu_shm.release", "groups.release")
 REACQUIRE = ("groups.reacquire", "cpu_shm.reacquire", "broadcasters.reacquire", "prove")
 RESIDUE = ("broadcasters.residue", "cpu_shm.residue", "groups.residue")
 
+
+def _without_shm(places: tuple[str, ...]) -> tuple[str, ...]:
+    """SGLang's ranks on CPU have no shared memory of their own."""
+    return tuple(place for place in places if not place.startswith("cpu_shm."))
+
+
 # Where each action passes, in this order: a recorded run shows that these are all (test_the_order).
-PREPARE = {
-    "leader": (
-        *("publish.preparing", "watch", "preconditions", "close admission", "drain", "hold", "ranks.check"),
-        *("ranks.release", "audit", "publish.prepare"),
-    ),
-    "core": ("close", "poll", "hold", "ranks.check", "ranks.release"),
-    "rank": ("check", *RELEASE, *RESIDUE),
+PREPARING = (
+    *("publish.preparing", "watch", "preconditions", "close admission", "drain", "hold", "ranks.check"),
+    *("ranks.release", "audit", "publish.prepare"),
+)
+RESTORING = (
+    *("publish.restoring", "watch", "identity", "environment", "ranks.reacquire", "settle connections"),
+    *("listener", "open admission", "publish.restore"),
+)
+ACTIONS = {
+    "vllm": {
+        "prepare": {
+            "leader": PREPARING,
+            "core": ("close", "poll", "hold", "ranks.check", "ranks.release"),
+            "rank": ("check", *RELEASE, *RESIDUE),
+        },
+        "restore": {
+            "leader": RESTORING,
+            "core": ("environment", "ranks.environment", "ranks.reacquire", "open"),
+            "rank": ("environment", *REACQUIRE),
+        },
+    },
+    "sglang": {  # each rank has an admission of its own
+        "prepare": {
+            "leader": PREPARING,
+            "rank": (
+                *("gate.close", "gate.poll", "gate.hold", "check"),
+                *_without_shm(RELEASE),
+                *_without_shm(RESIDUE),
+            ),
+        },
+        "restore": {
+            "leader": RESTORING,
+            "rank": ("gate.environment", "environment", *_without_shm(REACQUIRE), "gate.open"),
+        },
+    },
 }
-RESTORE = {
-    "leader": (
-        *("publish.restoring", "watch", "identity", "environment", "ranks.reacquire", "settle connections"),
-        *("listener", "open admission", "publish.restore"),
-    ),
-    "core": ("environment", "ranks.environment", "ranks.reacquire", "open"),
-    "rank": ("environment", *REACQUIRE),
-}
-ACTIONS = {"prepare": PREPARE, "restore": RESTORE}
 EXITS = {"prepare": protocol.EXIT_PREPARE_FAILED, "restore": protocol.EXIT_RESTORE_FAILED}
 # An error while publishing these keeps nobody from going on: the file is written as soon as it can be.
 GOES_ON = ("publish.preparing", "publish.restoring", "publish.restore")
 
 
 class Case(NamedTuple):
+    engine: str
     action: str
     where: str
     kind: str
     who: str  # leader, core, or a rank
 
     def __str__(self) -> str:
-        return f"{self.action}-{self.where}-{self.kind}-{self.who}".replace(" ", "_")
+        return f"{self.engine}-{self.action}-{self.where}-{self.kind}-{self.who}".replace(" ", "_")
 
     def plant(self, engine: Engine) -> None:
         engine.faults.write_text(f"{self.where}:{self.kind}:{self.who}:once")
 
 
 def _cases(action: str, *kinds: str) -> Iterator[Case]:
-    for place, names in ACTIONS[action].items():
-        for who in RANKS if place == "rank" else (place,):
-            yield from (Case(action, where, kind, who) for where in names for kind in kinds)
+    for engine, actions in ACTIONS.items():
+        for place, names in actions[action].items():
+            for who in RANKS if place == "rank" else (place,):
+                yield from (Case(engine, action, where, kind, who) for where in names for kind in kinds)
     if action == "prepare":
-        yield from (Case(action, "park", kind, "core") for kind in kinds)
+        yield from (Case("vllm", action, "park", kind, "core") for kind in kinds)
 
 
 UNDONE = [*_cases("prepare", "raise")]
@@ -79,26 +106,34 @@ FATAL = [
     if not (case.kind == "term" and case.who == "leader")  # an orderly stop
 ]
 SLICE = {
-    Case("prepare", "audit", "raise", "leader"),
-    Case("prepare", "hold", "raise", "core"),
-    Case("prepare", "park", "raise", "core"),
-    Case("prepare", "groups.release", "raise", "0"),
-    Case("prepare", "cpu_shm.residue", "raise", "1"),
-    Case("prepare", "close", "hang", "core"),
-    Case("prepare", "audit", "hang_gil", "leader"),
-    Case("prepare", "groups.release", "term", "0"),
-    Case("restore", "ranks.reacquire", "kill", "leader"),
+    Case("vllm", "prepare", "audit", "raise", "leader"),
+    Case("vllm", "prepare", "hold", "raise", "core"),
+    Case("vllm", "prepare", "park", "raise", "core"),
+    Case("vllm", "prepare", "groups.release", "raise", "0"),
+    Case("vllm", "prepare", "cpu_shm.residue", "raise", "1"),
+    Case("vllm", "prepare", "close", "hang", "core"),
+    Case("vllm", "prepare", "audit", "hang_gil", "leader"),
+    Case("vllm", "prepare", "groups.release", "term", "0"),
+    Case("vllm", "restore", "ranks.reacquire", "kill", "leader"),
+    Case("sglang", "prepare", "gate.close", "raise", "1"),
+    Case("sglang", "prepare", "gate.hold", "raise", "1"),
+    Case("sglang", "prepare", "check", "raise", "0"),
+    Case("sglang", "prepare", "groups.release", "raise", "1"),
+    Case("sglang", "prepare", "groups.release", "kill", "1"),
+    Case("sglang", "prepare", "gate.hold", "hang", "0"),
+    Case("sglang", "restore", "groups.reacquire", "raise", "1"),
 }
 
 
 def _marked(cases: list[Case]) -> list[Any]:
-    return [pytest.param(c, id=str(c), marks=() if c in SLICE else pytest.mark.faults) for c in cases]
+    return [pytest.param(c.engine, c, id=str(c), marks=() if c in SLICE else pytest.mark.faults) for c in cases]
 
 
 # -- the order --------------------------------------------------------------------------------------
 
 
-def test_the_order(start: Callable[..., Engine], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_the_order(start: Callable[..., Engine], tmp_path: Path, kind: str) -> None:
     """Public case 22: as the table says, released in one order and taken back in the reverse, in step on all ranks."""
     record = tmp_path / "record"
     engine = start(STANDIN_RECORD=str(record)).serving()
@@ -106,7 +141,7 @@ def test_the_order(start: Callable[..., Engine], tmp_path: Path) -> None:
         record.write_text("")
         ask()
         passed = [line.rsplit(":", 1) for line in record.read_text().splitlines()]
-        for place, names in ACTIONS[action].items():
+        for place, names in ACTIONS[kind][action].items():
             for who in RANKS if place == "rank" else (place,):
                 once = dict.fromkeys(where for where, by in passed if by == who)
                 assert sorted(once) == sorted(names), (action, who)
@@ -114,7 +149,10 @@ def test_the_order(start: Callable[..., Engine], tmp_path: Path) -> None:
                     assert tuple(once) == names
         steps = [(where, who) for where, who in passed if where in (*RELEASE, *REACQUIRE)]
         for rank in RANKS:
-            assert [where for where, who in steps if who == rank] == list(RELEASE if action == "prepare" else REACQUIRE)
+            right = RELEASE if action == "prepare" else REACQUIRE
+            assert [where for where, who in steps if who == rank] == list(
+                right if kind == "vllm" else _without_shm(right)
+            )
         passed_by_rank = [where for where, who in passed if where == "check" or where in RELEASE]
         assert passed_by_rank[:2] == ["check", "check"] or action == "restore"  # all ranks, before any gives up a thing
     assert [name.split(".")[0] for name in RELEASE] == [name.split(".")[0] for name in reversed(REACQUIRE[:-1])]
@@ -135,13 +173,13 @@ def _incarnate(engine: Engine) -> None:
 # -- back to serving --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", _marked(UNDONE))
+@pytest.mark.parametrize(("kind", "case"), _marked(UNDONE))
 def test_undone(shared: Engine, case: Case) -> None:
     _is_undone(shared, case)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in UNDONE_LATE])
+@pytest.mark.parametrize(("kind", "case"), [pytest.param(c.engine, c, id=str(c)) for c in UNDONE_LATE])
 def test_undone_when_it_was_done_already(shared: Engine, case: Case) -> None:
     _is_undone(shared, case)
 
@@ -164,8 +202,10 @@ def _is_undone(engine: Engine, case: Case) -> None:
     else:
         reason = found["last"]["error"]
         assert f"planted at {case.where}" in reason
-        if case.who in RANKS:
-            assert f"failed on rank {case.who} (process {engine.processes('worker')[int(case.who)]})" in reason
+        if case.where.startswith("gate."):
+            assert reason.startswith(f"rank {case.who}: {case.where.removeprefix('gate.')}: ")
+        elif case.who in RANKS:
+            assert f"failed on rank {case.who} (process {engine.ranks[int(case.who)]})" in reason
         elif case.who == "core":
             assert reason.startswith("engine core: ")
         engine.faults.unlink()
@@ -174,7 +214,7 @@ def _is_undone(engine: Engine, case: Case) -> None:
     assert runs.result()["tokens"] == expected("runs", 150 if case.where == "park" else 8)
     assert meanwhile[0].result()["tokens"] == expected("comes", 3)
     after = engine.counts()
-    assert {name: after[name] - before[name] for name in after} == {"started": 2, "finished": 2, "aborted": 0}
+    assert [after[name] - before[name] for name in ("started", "finished", "aborted")] == [2, 2, 0]
 
 
 # -- the end of the tree ----------------------------------------------------------------------------
@@ -183,7 +223,7 @@ def _is_undone(engine: Engine, case: Case) -> None:
 SOON = {"prepare": ("--drain-s", "0.3", "--prepare-timeout-s", "1.5"), "restore": ("--restore-timeout-s", "3")}
 
 
-@pytest.mark.parametrize("case", _marked(FATAL))
+@pytest.mark.parametrize(("kind", "case"), _marked(FATAL))
 def test_fatal(start: Callable[..., Engine], case: Case) -> None:
     engine = start(options=SOON[case.action]).serving()
     pid = _pid(engine, case.who)
@@ -212,7 +252,7 @@ def test_fatal(start: Callable[..., Engine], case: Case) -> None:
 
 
 def _pid(engine: Engine, who: str) -> int:
-    return engine.processes("worker")[int(who)] if who in RANKS else engine.processes(who)[0]
+    return engine.ranks[int(who)] if who in RANKS else engine.processes(who)[0]
 
 
 def _is_explained(engine: Engine, case: Case, pid: int) -> None:
@@ -223,7 +263,11 @@ def _is_explained(engine: Engine, case: Case, pid: int) -> None:
     assert "step '" in reason or case.where in UNWATCHED, reason
     if case.kind == "raise":
         assert f"planted at {case.where}" in reason
-        assert case.who == "leader" or (name if case.who in RANKS else "engine core") in reason
+        gate = case.where.startswith("gate.")
+        assert (
+            case.who == "leader"
+            or (f"rank {case.who}" if gate else name if case.who in RANKS else "engine core") in reason
+        )
     elif case.kind == "term":  # it may be on its way out still
         words = (") died", ") has not done its part", ") was told to end", " (")
         assert any(f"{name}{end}" in reason for end in words), reason

@@ -38,7 +38,7 @@ class Scheduler:
         self.to_tokenizer = port_args.control_output if first else None
         self.waiting_queue, self.running_batch, self.last_batch = [], Batch([]), None
         self.cur_batch_for_debug = None
-        self.counts = {"started": 0, "finished": 0, "aborted": 0, "probes": 0}
+        self.counts = {"started": 0, "ran": 0, "finished": 0, "aborted": 0, "probes": 0}
         self._engine_paused = self.gracefully_exit = False
         self._handlers = {
             io_struct.TokenizedGenerateReqInput: self.handle_generate_request,
@@ -143,6 +143,7 @@ class Scheduler:
 
     def process_batch_result(self, batch, result):
         for one, token in zip(list(batch.reqs), result):
+            self.counts["ran"] += one.done == 0
             one.done += 1
             finished = one.done >= one.max_new_tokens
             if finished:

@@ -20,7 +20,7 @@ class EngineCoreProc:
         self.vllm_config = vllm_config
         self.input_queue, self.output_queue = queue.SimpleQueue(), queue.SimpleQueue()
         self.scheduler = Scheduler()
-        self.counts = {"started": 0, "finished": 0, "aborted": 0}
+        self.counts = {"started": 0, "ran": 0, "finished": 0, "aborted": 0}
         self._running = True
         signal.signal(signal.SIGTERM, self._stop)
         failed = (EngineCoreRequestType.EXECUTOR_FAILED, b"")
@@ -114,6 +114,7 @@ class EngineCoreProc:
         assert all(row == rows[0] for row in rows), rows
         time.sleep(self.vllm_config.token_seconds)
         for request, token in zip(running, rows[0]):
+            self.counts["ran"] += request.done == 0
             request.done += 1
             finished = request.done >= request.max_tokens
             self.output_queue.put(("token", (request.request_id, token, request.number, finished)))
