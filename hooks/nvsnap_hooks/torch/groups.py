@@ -46,6 +46,13 @@ class Holder:
     def __init__(self, owner: Any, key: str, whose: tuple[int, str], method: str | None) -> None:
         self.owner, self.key, self.whose, self.method = owner, key, whose, method
 
+    @property
+    def place(self) -> tuple[int, str]:
+        return id(self.owner), self.key
+
+    def value(self) -> Any:
+        return self.owner.get(self.key) if isinstance(self.owner, dict) else getattr(self.owner, self.key, None)
+
     def clear(self) -> None:
         self._put(None)
 
@@ -73,6 +80,7 @@ class Groups:
         self.released = False
         self._records: list[Coordinated] = []
         self._holders: list[Holder] = []
+        self._filled: list[Holder] = []  # where groups were put the last time
         self._world: tuple[str, int, int, timedelta] | None = None
         self._old: list[tuple[str, weakref.ref[Any]]] = []  # groups that were destroyed, by name
 
@@ -105,7 +113,7 @@ class Groups:
             for index, record in enumerate(self._records)
             for handle in HANDLES
         }
-        self._holders = _holders(handles, self._records)
+        self._holders = _still(self._filled, handles, _holders(handles, self._records))
         names = _c10d()._world.pg_names
         self._old += [(name, weakref.ref(group)) for group, name in names.items()]
         self.released = True
@@ -135,7 +143,8 @@ class Groups:
         for holder in self._holders:
             holder.fill(self._records)
         count = 2 * len(self._records) + 1
-        self.released, self._records, self._holders, self._world = False, [], [], None
+        self.released, self._records, self._world = False, [], None
+        self._filled, self._holders = self._holders, []
         return {"groups": count}
 
     def _reacquire(self, init_method: str, backend: str, size: int, rank: int, timeout: timedelta) -> None:
@@ -259,6 +268,18 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
     # Among the referrers are these very lists: emptied, they can't keep a group alive in a cycle.
     for mine in (groups, methods, referrers):
         mine.clear()
+    return found
+
+
+def _still(filled: Sequence[Holder], handles: dict[int, tuple[int, str]], found: list[Holder]) -> list[Holder]:
+    """The collector loses sight of a dict that has nothing in it for which it could be in a cycle; a group is no such thing. So
+    what held one before is looked at as well."""
+    places = {holder.place for holder in found}
+    for holder in filled:
+        value = holder.value()
+        whose = handles.get(id(value if holder.method is None else getattr(value, "__self__", None)))
+        if whose is not None and holder.place not in places:
+            found.append(Holder(holder.owner, holder.key, whose, holder.method))
     return found
 
 
