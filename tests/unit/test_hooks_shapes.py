@@ -1,4 +1,4 @@
-"""Which of several API servers leads, and what each limit is for."""
+"""Which process leads, and what each limit is for: vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hooks_support import environment, run
 from nvsnap_hooks import stacks
+from nvsnap_hooks.sglang import leader as sglang_leader
+from nvsnap_hooks.sglang import shapes as sglang_shapes
 from nvsnap_hooks.vllm import leader, shapes
 
 
@@ -72,6 +74,52 @@ def test_which_process_would_serve(monkeypatch: pytest.MonkeyPatch, argv: list[s
     monkeypatch.setattr(sys, "orig_argv", argv)
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "M"] if "-c" in argv else argv)
     assert leader.is_server() is serves
+
+
+@pytest.mark.parametrize(
+    ("line", "argv", "serves"),
+    [
+        ("python -m vllm.entrypoints.openai.api_server --model M", "-m --model M", {leader}),
+        ("python -m sglang.launch_server --model-path M", "-m --model-path M", {sglang_leader}),
+        ("python /bin/sglang serve --model-path M", "/bin/sglang serve --model-path M", {leader, sglang_leader}),
+        ("python /bin/sglang generate --model-path M", "/bin/sglang generate --model-path M", set()),
+        ("python -c from multiprocessing.spawn import spawn_main --x", "-c --x", set()),
+    ],
+)
+def test_it_is_known_before_a_module_was_found(
+    monkeypatch: pytest.MonkeyPatch, line: str, argv: str, serves: set[types.ModuleType]
+) -> None:
+    """Which of the engines it is, its package says."""
+    monkeypatch.setattr(sys, "orig_argv", line.split(maxsplit=2) if "-c" in argv else line.split())
+    monkeypatch.setattr(sys, "argv", argv.split())
+    assert {one for one in (leader, sglang_leader) if one.is_server()} == serves
+
+
+@pytest.mark.parametrize("name", sglang_shapes.LIMITS)
+def test_one_more_than_sglangs_most(name: str) -> None:
+    most, reason = sglang_shapes.LIMITS[name]
+    fits: dict[str, object] = {other: limit for other, (limit, _) in sglang_shapes.LIMITS.items()}
+    fits |= {other: word for other, (word, _) in sglang_shapes.WORDS.items()}
+    assert sglang_shapes.refusal("cpu", fits) is None
+    assert sglang_shapes.refusal("cuda", {}) is None
+    assert sglang_shapes.refusal("cuda", {**fits, name: most + 1}) == reason
+    if most == 0:
+        assert sglang_shapes.refusal("cuda", {**fits, name: True}) == reason
+    every = str(sglang_shapes.refusal("cpu", {other: limit + 1 for other, (limit, _) in sglang_shapes.LIMITS.items()}))
+    assert every.count(reason) == 1
+
+
+@pytest.mark.parametrize("name", sglang_shapes.WORDS)
+def test_another_word_than_is_covered(name: str) -> None:
+    word, reason = sglang_shapes.WORDS[name]
+    for fine in (word, "off", None, ""):
+        assert sglang_shapes.refusal("cuda", {name: fine}) is None
+    assert sglang_shapes.refusal("cuda", {name: "another"}) == reason
+
+
+@pytest.mark.parametrize("device", ["xpu", "npu", "rocm", ""])
+def test_other_devices_of_sglangs(device: str) -> None:
+    assert f"SGLang on {device or 'an unknown device'} is not supported" in str(sglang_shapes.refusal(device, {}))
 
 
 def test_stacks_without_a_control_directory_are_written_nowhere(

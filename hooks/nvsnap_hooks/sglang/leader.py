@@ -35,8 +35,8 @@ AT_ONCE = "SGL_FORCE_SHUTDOWN"
 
 def is_server() -> bool:
     """Is this process one that would serve (and not a spawned child, or ``sglang generate``)?"""
-    words = sys.argv[:3]
-    return not is_spawned() and ("serve" in words or any("launch_server" in word for word in words))
+    # While ``-m`` looks for its module, only the original words tell which.
+    return not is_spawned() and ("serve" in sys.argv[:3] or any("launch_server" in word for word in sys.orig_argv))
 
 
 def wrap_launch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,12 +139,18 @@ class SglangEngine(Engine):
         return self.refusal is not None or self._reaches_ranks()
 
     def _reaches_ranks(self) -> bool:
+        known = coverage.records(protocol.Config.from_environment() or protocol.Config())
+        ranks = {pid for pid, record in known.items() if record["role"] == "scheduler" and not registry.faults(record)}
+        if self._lines is None and len(ranks) < self.ranks:
+            # The others would take our call for SGLang's own, and wait for all ranks to be done with it.
+            wrong = coverage.unpatched(known, coverage.tree(), self.is_engine_process)
+            self.refusal = "; ".join(wrong) or f"{len(ranks)} of {self.ranks} ranks have our hooks"
+            return True
         try:
             if self._lines is None:
                 self._lines = Lines(self.ranks)
                 self._hello = self._ask("hello", {})
-            known = coverage.records(protocol.Config.from_environment() or protocol.Config())
-            if self._lines.accept({pid for pid, record in known.items() if record["role"] == "scheduler"}):
+            if self._lines.accept(ranks):
                 return self._lines.receive(self._hello, SLACK) is not None
         except (OSError, Closed) as error:
             self.refusal = f"the ranks can't be reached: {error}"

@@ -29,8 +29,8 @@ def is_server() -> bool:
     """Is this process one that would serve (and not a spawned child, a model inspection or `vllm bench`)?"""
     if is_spawned():
         return False
-    words = sys.argv[:3]
-    return "serve" in words or any("api_server" in word for word in words)
+    # While ``-m`` looks for its module, only the original words tell which.
+    return "serve" in sys.argv[:3] or any("api_server" in word for word in sys.orig_argv)
 
 
 def wrap_engine_init(original: Callable[..., None]) -> Callable[..., None]:
