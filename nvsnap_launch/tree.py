@@ -11,6 +11,8 @@ from nvsnap_launch import engines, libc, processes
 from nvsnap_launch.controldir import ControlDirectory
 from nvsnap_launch.hooktree import procfs
 
+# Roles without which an engine does not go on: vLLM's, SGLang's.
+_NEEDED = ("core", "worker", "scheduler", "detokenizer")
 TRACKER_S = 1.0  # for a resource tracker, once the others are killed
 
 
@@ -88,10 +90,10 @@ class Tree:
         ]
 
     def dead(self) -> list[str]:
-        """Engine cores and workers that ended without taking their registration away: killed, or failed."""
+        """Of the engine's processes those that ended without taking their registration away: killed, or failed."""
         found = []
         for entry in self._entries():
-            if entry.get("role") in ("core", "worker") and not processes.named_by(entry):
+            if entry.get("role") in _NEEDED and not processes.named_by(entry):
                 rank = entry.get("rank")
                 name = f"{entry['role']}{'' if rank is None else f' rank {rank}'}"
                 found.append(f"engine process {entry['pid']} ({name})")
