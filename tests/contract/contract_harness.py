@@ -317,11 +317,11 @@ class Engine:
         return [found["leader"], found["core"], *found["ranks"]]
 
 
-def standin_of_version(folder: Path, version: str | None) -> Path:
+def standin_of_version(folder: Path, version: str | None, kind: str = "vllm") -> Path:
     """The stand-in under another version number; None: a package that says nothing of its version."""
-    package = folder / "vllm"
+    package = folder / kind
     package.mkdir(parents=True)
-    for entry in (STANDIN / "vllm").iterdir():
+    for entry in (STANDIN / kind).iterdir():
         if entry.name not in ("_version.py", "__pycache__"):
             (package / entry.name).symlink_to(entry)
     for name in ("torch", "uvicorn", "standin"):

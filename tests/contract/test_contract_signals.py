@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from contract_harness import Engine, Status, until
+from contract_harness import KINDS, Engine, Status, until
 
 from nvsnap_launch.hooktree import procfs
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 Start = Callable[..., Engine]
+of_both = pytest.mark.parametrize("kind", KINDS)
 
 
 def _mask(pid: int, name: str = "SigBlk") -> int:
@@ -30,6 +31,7 @@ def _blocks(pid: int, number: int) -> bool:
     return bool(_mask(pid) >> (number - 1) & 1)
 
 
+@of_both
 @pytest.mark.parametrize("to", ["launcher", "leader"])
 def test_prepare_and_undo_by_signal(shared: Engine, to: str) -> None:
     target = shared.pid if to == "launcher" else shared.leader
@@ -184,6 +186,7 @@ def _told(engine: Engine, note: str, requests: Sequence[str] = ()) -> None:
     assert found["last"] == before
 
 
+@of_both
 def test_many_are_one(shared: Engine) -> None:
     before = shared.generation()
 
@@ -223,6 +226,7 @@ def test_a_storm_is_said_once(shared: Engine) -> None:
     assert shared.output()[said:].count("nothing to restore") == 1
 
 
+@of_both
 def test_restore_during_a_prepare_waits_and_undoes_it(shared: Engine) -> None:
     before = shared.generation()
     answer = shared.answer("long", 20)
@@ -306,6 +310,7 @@ def test_prepares_while_the_engine_imports_and_starts_are_one(start: Start) -> N
     engine.answers()
 
 
+@of_both
 def test_restore_while_it_starts_does_no_harm(start: Start) -> None:
     """Nothing was prepared: logged. A prepare that waits for the start is undone by it; a request file is kept."""
     engine = start("--startup-seconds", "0.6", ranks=1)
@@ -340,6 +345,7 @@ def test_to_everybody_from_the_first_instant_on(start: Start) -> None:
     assert engine.stop() == 0
 
 
+@of_both
 @pytest.mark.parametrize(
     "state",
     ["starting", "preparing", *(pytest.param(state, marks=pytest.mark.faults) for state in ("prepared", "restoring"))],
