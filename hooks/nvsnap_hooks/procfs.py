@@ -10,6 +10,10 @@ import os
 import socket
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _PF_EXITING = 0x4
 
 TCP_STATES = {
@@ -70,17 +74,35 @@ def tcp_sockets(pid: int) -> list[tuple[tuple[str, int], tuple[str, int], str, i
     Addresses are (ip, port), an IPv4 address inside an IPv6 socket given as IPv4; state is a name of TCP_STATES.
     The table is that of the process's own network namespace.
     """
-    own = {int(target[8:-1]) for target in descriptors(pid).values() if target.startswith("socket:[")}
-    if not own:
-        return []
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in _read(f"/proc/{pid}/net/{table}").decode("ascii", "replace").splitlines()[1:]:
-            fields = line.split()
-            if len(fields) > 9 and int(fields[9]) in own:
+    return tcp_sockets_of([pid])[pid]
+
+
+def tcp_sockets_of(pids: Iterable[int]) -> dict[int, list[tuple[tuple[str, int], tuple[str, int], str, int]]]:
+    """The same of several processes. The table of a network namespace is read once: a large host's takes 8 ms."""
+    tables: dict[str, list[list[str]]] = {}
+    found: dict[int, list[tuple[tuple[str, int], tuple[str, int], str, int]]] = {}
+    for pid in pids:
+        found[pid] = []
+        own = {target[8:-1] for target in descriptors(pid).values() if target.startswith("socket:[")}
+        if not own:
+            continue
+        for fields in _tcp_table(pid, tables):
+            if fields[9] in own:
                 state = TCP_STATES.get(int(fields[3], 16), fields[3])
-                found.append((_address(fields[1]), _address(fields[2]), state, int(fields[9])))
+                found[pid].append((_address(fields[1]), _address(fields[2]), state, int(fields[9])))
     return found
+
+
+def _tcp_table(pid: int, known: dict[str, list[list[str]]]) -> list[list[str]]:
+    try:
+        namespace = os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        namespace = f"of {pid}"  # not ours to look at: its own table
+    if namespace not in known:
+        texts = (_read(f"/proc/{pid}/net/{name}").decode("ascii", "replace") for name in ("tcp", "tcp6"))
+        lines = (line.split() for text in texts for line in text.splitlines()[1:])
+        known[namespace] = [fields for fields in lines if len(fields) > 9]
+    return known[namespace]
 
 
 def _address(text: str) -> tuple[str, int]:

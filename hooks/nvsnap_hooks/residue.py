@@ -28,7 +28,8 @@ def undumpable(target: str, io_uring_allowed: bool = False) -> str | None:
 
 def inner_connections(pids: list[int]) -> dict[int, list[str]]:
     """TCP connections whose both ends are in the tree, by PID, in words: they would have to come back as one."""
-    sockets = {pid: [entry for entry in procfs.tcp_sockets(pid) if entry[2] != "LISTEN"] for pid in pids}
+    every = procfs.tcp_sockets_of(pids)
+    sockets = {pid: [entry for entry in entries if entry[2] != "LISTEN"] for pid, entries in every.items()}
     ends = {local for entries in sockets.values() for local, *_ in entries}
     return {
         pid: [

@@ -13,8 +13,8 @@ from support import ROOT
 
 pytestmark = pytest.mark.engine
 
-# A world of one rank with one coordinator more. Its group is also held by an object whose dict has nothing else for which it could be
-# in a cycle, and by frozen objects that have slots: the collector loses sight of the first once it saw it without the group.
+# A world of one rank with one coordinator more. Its group is also held by frozen objects that have slots, and by an object whose
+# dict has nothing else for which it could be in a cycle: the collector loses sight of that once it saw it without the group.
 LAB = """
     import dataclasses, gc, json, sys
     from types import SimpleNamespace

@@ -46,10 +46,6 @@ class Holder:
     def __init__(self, owner: Any, key: str, whose: tuple[int, str], method: str | None) -> None:
         self.owner, self.key, self.whose, self.method = owner, key, whose, method
 
-    @property
-    def place(self) -> tuple[int, str]:
-        return id(self.owner), self.key
-
     def value(self) -> Any:
         return self.owner.get(self.key) if isinstance(self.owner, dict) else getattr(self.owner, self.key, None)
 
@@ -113,7 +109,8 @@ class Groups:
             for index, record in enumerate(self._records)
             for handle in HANDLES
         }
-        self._holders = _still(self._filled, handles, _holders(handles, self._records))
+        groups = [getattr(record.coordinator, handle) for record in self._records for handle in HANDLES]
+        self._holders = _still(self._filled, handles) or self._look_for(groups, handles)
         names = _c10d()._world.pg_names
         self._old += [(name, weakref.ref(group)) for group, name in names.items()]
         self.released = True
@@ -124,9 +121,26 @@ class Groups:
         for holder in self._holders:
             holder.clear()
         dist.destroy_process_group()
+        self._let_go(groups, handles)
+        return {"groups": len(handles) + 1, "cached handles": len(self._holders)}
+
+    def _look_for(self, groups: list[Any], handles: dict[int, tuple[int, str]]) -> list[Holder]:
+        return _holders(groups, handles, {id(record.coordinator.__dict__) for record in self._records})
+
+    def _let_go(self, groups: list[Any], handles: dict[int, tuple[int, str]]) -> None:
+        """Of the old groups. Where they were held the last time is known, so that they are sought again (0.2 s and more in an
+        engine) only if one is held elsewhere. ``groups``: emptied here."""
+        kept = [weakref.ref(group) for group in groups]
+        groups.clear()
+        alive = [group for group in (reference() for reference in kept) if group is not None]
+        if alive and self._filled:
+            more = self._look_for(alive, handles)
+            self._holders += more
+            for holder in more:
+                holder.clear()
+        alive.clear()
         if self.residue():  # a cycle holds one: a collection takes 0.3 s in an engine, so only then
             collector.collect()
-        return {"groups": len(handles) + 1, "cached handles": len(self._holders)}
 
     # -- reacquire ------------------------------------------------------------------------------
 
@@ -235,14 +249,13 @@ def _check_names(record: Coordinated) -> None:
         )
 
 
-def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]) -> list[Holder]:
-    """Every other attribute or dict entry that holds one of the groups: communicators, managers, models.
+def _holders(groups: Sequence[Any], handles: dict[int, tuple[int, str]], seen: set[int]) -> list[Holder]:
+    """Every attribute or dict entry that holds one of the groups: communicators, managers, models. ``seen``: ids of dicts that are
+    the coordinators' own.
 
     Also those that hold a bound method of one: torch 2.13 traces a group as an opaque object and keeps its methods
     (``torch._library.fake_class_registry.FakeScriptObject``), which would keep the group and its sockets alive.
     """
-    groups = [getattr(record.coordinator, handle) for record in records for handle in HANDLES]
-    seen = {id(record.coordinator.__dict__) for record in records}
     referrers = referrers_of(groups)
     methods = [r for r in referrers if id(getattr(r, "__self__", None)) in handles and hasattr(r, "__name__")]
     wanted: dict[int, tuple[tuple[int, str], str | None]] = {key: (owner, None) for key, owner in handles.items()}
@@ -266,19 +279,19 @@ def _holders(handles: dict[int, tuple[int, str]], records: Sequence[Coordinated]
                 Holder(referrer, key, *wanted[id(value)]) for key, value in _slots(referrer) if id(value) in wanted
             ]
     # Among the referrers are these very lists: emptied, they can't keep a group alive in a cycle.
-    for mine in (groups, methods, referrers):
+    for mine in (methods, referrers):
         mine.clear()
     return found
 
 
-def _still(filled: Sequence[Holder], handles: dict[int, tuple[int, str]], found: list[Holder]) -> list[Holder]:
-    """The collector loses sight of a dict that has nothing in it for which it could be in a cycle; a group is no such thing. So
-    what held one before is looked at as well."""
-    places = {holder.place for holder in found}
+def _still(filled: Sequence[Holder], handles: dict[int, tuple[int, str]]) -> list[Holder]:
+    """Where groups were put the last time and are now. The collector may have lost sight of such a place: of a dict that has
+    nothing in it for which it could be in a cycle, which a group is not."""
+    found = []
     for holder in filled:
         value = holder.value()
         whose = handles.get(id(value if holder.method is None else getattr(value, "__self__", None)))
-        if whose is not None and holder.place not in places:
+        if whose is not None:
             found.append(Holder(holder.owner, holder.key, whose, holder.method))
     return found
 
