@@ -44,7 +44,7 @@ soak: setup
 
 # First what needs no engine: its processes wait more than they run. Then what has the machine for itself.
 test: test-fast setup
-	@tools/setup oldest
+	@tools/setup oldest sglang sglang-oldest
 	@NVSNAP_WORK='$(WORK)' $(PYTHON) -m pytest -n 4 -m 'faults or whole' $(PYTEST) || $(NO_TEST)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --no-print-directory image
 	@NVSNAP_WORK='$(WORK)' NVSNAP_CRIU='$(or $(NVSNAP_CRIU),$(WORK)/criu/criu)' $(PYTHON) -m pytest -m '(engine or criu or gpu or image) and not slow' $(PYTEST) || $(NO_TEST)
