@@ -71,7 +71,12 @@ class Line:
             return None
         text = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
         del self._received[: _LENGTH.size + length]
-        message: Message = json.loads(text)
+        try:
+            message = json.loads(text)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise Closed("it sent something else")
         return message
 
     def close(self) -> None:
@@ -106,8 +111,10 @@ class Lines:
                 continue
             sock.settimeout(1.0)  # it says who it is as soon as it is there
             try:
-                rank = line.receive()["rank"]
-            except (Closed, KeyError, ValueError):
+                rank = line.receive().get("rank")
+            except Closed:
+                rank = None
+            if rank not in range(self.count) or rank in self.lines:
                 line.close()
                 continue
             sock.settimeout(None)
