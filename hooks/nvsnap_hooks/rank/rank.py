@@ -12,6 +12,7 @@ import traceback
 
 from .. import collector, environment, procfs, protocol, stacks
 from ..protocol import say
+from ..torch.compile_workers import CompileWorkers
 from ..torch.groups import Groups
 from . import spanning
 from .broadcast import Broadcasters
@@ -36,6 +37,7 @@ class Rank:
         config = protocol.Config.from_environment() or protocol.Config()
         self.control_dir: str = config.get("control_dir", "")
         self.rank = number
+        self.compile_workers = CompileWorkers()
         self.broadcasters = Broadcasters()
         self.groups = Groups()
         self.gpu: Gpu | None = None  # made when the rank is first asked for something, and is on a GPU
@@ -101,6 +103,7 @@ class Rank:
     def _parts(self, site: Site, options: dict[str, Any]) -> list[Part]:
         """In the order of release. Options are those of the action that is under way."""
         coordinators = site.coordinators
+        workers = Part(self.compile_workers, list, self.compile_workers.release, self.compile_workers.reacquire)
         broadcasters = Part(
             self.broadcasters,
             lambda: [],
@@ -114,9 +117,9 @@ class Rank:
             lambda: self.groups.reacquire(options["init_method"]),
         )
         if self.gpu is None:
-            return [broadcasters, *self.before_groups(site, options), groups]
+            return [workers, broadcasters, *self.before_groups(site, options), groups]
         first, last = self.gpu.parts(site, options)
-        return [*first, broadcasters, groups, *last]
+        return [workers, *first, broadcasters, groups, *last]
 
     def do_check(self, report: Report, options: dict[str, Any]) -> None:
         """Nothing is touched: what would keep this rank from coming back."""

@@ -38,7 +38,9 @@ class Rank(rank.Rank):
         for coordinator in site.coordinators:
             if coordinator.world_size == 1:
                 continue
-            _check(coordinator, coordinator.all_reduce(torch.ones(8, device=coordinator.device, dtype=site.runner.dtype)))
+            _check(
+                coordinator, coordinator.all_reduce(torch.ones(8, device=coordinator.device, dtype=site.runner.dtype))
+            )
             total = torch.ones(8)
             torch.distributed.all_reduce(total, group=coordinator.cpu_group)
             _check(coordinator, total)
