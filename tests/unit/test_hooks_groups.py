@@ -65,3 +65,43 @@ def test_an_old_group_that_somebody_holds_is_a_leftover(tmp_path: Path) -> None:
     held, left, cached = json.loads(found.stdout)
     assert len(held) == 1 and held[0].startswith("process group '") and held[0].endswith("' is still referenced")
     assert (left, cached) == ([], {"group": None})
+
+
+def test_a_group_in_a_slot_is_filled_anew(tmp_path: Path) -> None:
+    """SGLang's request receiver is a frozen dataclass with slots (0.5.13 to 0.5.23); a bound method is one of the new group."""
+    code = """
+        import dataclasses
+        import json
+        from typing import Any
+
+        from nvsnap_hooks.torch.groups import Groups
+        from vllm.distributed import parallel_state
+
+        @dataclasses.dataclass(frozen=True, slots=True)
+        class Frozen:
+            unset: Any = dataclasses.field(init=False)
+            group: Any
+            other: int = 7
+
+        class Base:
+            __slots__ = ("group",)
+
+        class Below(Base):
+            __slots__ = ("call", "__dict__")
+
+        parallel_state.initialize(0, 1, "file:///nowhere")
+        tp = parallel_state._TP
+        frozen, below = Frozen(tp.cpu_group), Below()
+        below.group, below.call, below.more = tp.device_group, tp.cpu_group._get_backend, tp.cpu_group
+        old, groups = id(tp.cpu_group), Groups()
+        told = groups.release([parallel_state._WORLD, tp])
+        left = groups.residue()
+        empty = [frozen.group, below.group, below.call, below.more]
+        groups.reacquire("file:///elsewhere")
+        found = [frozen.group is tp.cpu_group, below.group is tp.device_group, below.call.__self__ is tp.cpu_group]
+        found += [below.more is tp.cpu_group, frozen.other == 7, not hasattr(frozen, "unset")]
+        print(json.dumps([told["cached handles"], left, empty, found]))
+    """
+    found = run(code, environment(None, ROOT / "tests" / "standin"))
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == [4, [], [None] * 4, [True] * 6]

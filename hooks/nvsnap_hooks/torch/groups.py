@@ -276,7 +276,9 @@ def _holders(groups: Sequence[Any], handles: dict[int, tuple[int, str]], seen: s
         if id(referrer) not in seen:
             seen.add(id(referrer))
             found += [
-                Holder(referrer, key, *wanted[id(value)]) for key, value in _slots(referrer) if id(value) in wanted
+                Holder(referrer, key, *wanted[id(value)])
+                for key, value in _slots(referrer)
+                if id(value) in wanted and _can_be_set(referrer, key, value)
             ]
     # Among the referrers are these very lists: emptied, they can't keep a group alive in a cycle.
     for mine in (methods, referrers):
@@ -305,6 +307,15 @@ def _slots(one: Any) -> Iterator[tuple[str, Any]]:
                     yield name, member.__get__(one)
                 except AttributeError:
                     continue
+
+
+def _can_be_set(one: Any, name: str, value: Any) -> bool:
+    """Not so what is Python's own: a bound method's ``__self__``, say, which goes with the method."""
+    try:
+        getattr(type(one), name).__set__(one, value)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
