@@ -114,7 +114,7 @@ class Lines:
                 rank = line.receive().get("rank")
             except Closed:
                 rank = None
-            if rank not in range(self.count) or rank in self.lines:
+            if not isinstance(rank, int) or rank not in range(self.count) or rank in self.lines:
                 line.close()
                 continue
             sock.settimeout(None)
