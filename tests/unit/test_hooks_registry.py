@@ -441,3 +441,38 @@ def test_an_end_after_a_crash_keeps_the_records(control: Path) -> None:
     plant(control, dead)
     registry.orderly_end()
     assert {path.stem for path in (control / "processes").iterdir()} == {str(os.getpid()), str(dead)}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "rank"),
+    [
+        ((None, 0, 3), {}, 3),
+        ((None,), {"gpu_id": 0, "tp_rank": 2}, 2),
+        ((None, 1), {}, 0),
+        ((None, 1, "no number"), {}, None),
+    ],
+)
+def test_the_rank_is_an_argument_of_the_main_function(
+    control: Path, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int | None
+) -> None:
+    """By name (vLLM) or by position (SGLang). What is no rank keeps the process from being registered, and not from running."""
+    called: list[Any] = []
+
+    def main(server_args: object, gpu_id: int, tp_rank: Any = 0) -> str:
+        called.append(tp_rank)
+        return "done"
+
+    assert registry.entry("scheduler", "tp_rank", ("rpc",))(main)(*args, **kwargs) == "done"
+    assert len(called) == 1
+    found = record(control)
+    assert (found and (found["role"], found["rank"], found["required"])) == (
+        None if rank is None else ("scheduler", rank, ["rpc"])
+    )
+
+
+def test_a_process_without_a_rank(control: Path) -> None:
+    """It stays registered when it ends: whether it should have ended, its leader says."""
+    registry.entry("detokenizer", "", ())(lambda server_args: None)(None)
+    found = record(control)
+    assert found is not None
+    assert (found["role"], found["rank"]) == ("detokenizer", None)

@@ -1,4 +1,6 @@
-"""As much of torch as the stand-in and the hooks' adapter for it touch."""
+"""As much of torch as the stand-ins and the hooks' adapters for them touch."""
+
+from types import SimpleNamespace
 
 
 class device:
@@ -21,3 +23,7 @@ class Tensor(list):
 
 def ones(count, device=None, dtype=None):
     return Tensor([1] * count)
+
+
+version = SimpleNamespace(hip=None)
+cuda = SimpleNamespace(is_available=lambda: False)
