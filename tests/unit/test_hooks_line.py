@@ -91,6 +91,8 @@ def test_an_answer_that_comes_too_late_is_dropped(ranks: Ranks) -> None:
     ends[0].send({"call": 1, "from": 0})
     assert lines.receive(1, 0.1) is None
     ends[1].send({"call": 1, "from": 1})
+    ends[0].send({"call": 2, "from": 0})
+    assert lines.receive(2, 0.1) is None, "that of rank 1 was to another call"
     for rank in (0, 1):
         ends[rank].send({"call": 2, "from": rank})
     assert [(one["call"], one["from"]) for one in lines.receive(2, 5) or ()] == [(2, 0), (2, 1)]
