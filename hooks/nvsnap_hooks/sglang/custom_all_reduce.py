@@ -113,6 +113,7 @@ class CustomAllReduce(custom_all_reduce.CustomAllReduce):
         one.disabled = True
         if hasattr(one, "obj") and not _on_torch_memory(one):
             one.obj.free_storage()
+            vars(one).pop("_vmm_graph_input_manager", None)  # made anew with the rest; it has the group
         for size, memory in list(_fused().items()):
             if memory is getattr(one, "obj", None):
                 self._fused[size] = one

@@ -6,7 +6,13 @@ image of the tree would have all of them. The engine is idle, so nothing is bein
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+import threading
+
+from .. import procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,11 +26,13 @@ class CompileWorkers:
         self.released = False
 
     def release(self) -> dict[str, Any]:
-        pools = len(_pools())
+        pools = _pools()
+        for pool in pools:
+            _end(pool)
         if pools:
             _module().shutdown_compile_workers()
         self.released = True
-        return {"pools": pools} if pools else {}
+        return {"pools": len(pools)} if pools else {}
 
     def reacquire(self) -> dict[str, Any]:
         self.released = False
@@ -32,6 +40,23 @@ class CompileWorkers:
 
     def residue(self) -> list[str]:
         return [f"a pool of type {type(pool).__name__} is there" for pool in _pools()] if self.released else []
+
+
+def _end(pool: Any) -> None:
+    """A pool of processes behind one of its own (``SubprocPool``). Told to end, they take seconds for it: once they are told,
+    they are killed. A pool of any other kind is left to torch."""
+    process = getattr(pool, "process", None)
+    if process is None:
+        return
+    every = [process.pid, *procfs.descendants(process.pid)]
+    ending = threading.Thread(target=pool.shutdown, daemon=True)
+    ending.start()
+    while ending.is_alive() and pool.running:
+        ending.join(0.002)
+    for pid in every:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    ending.join()
 
 
 def _pools() -> list[Any]:
