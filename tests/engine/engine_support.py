@@ -41,6 +41,7 @@ class Engine:
     python: Path
     model: Path
     rank_role: ClassVar[str] = "worker"  # of the process that is a rank
+    leaves: ClassVar[tuple[str, ...]] = ()  # how names in /dev/shm begin that stay behind it without us, too
 
     def command(self, port: int) -> list[str]:
         return [
@@ -65,6 +66,9 @@ class Sglang(Engine):
     """An environment with SGLang for the CPU in it. Its scheduler is the engine's core and a rank in one."""
 
     rank_role: ClassVar[str] = "scheduler"
+    leaves: ClassVar[tuple[str, ...]] = (
+        "sglang_loads_",
+    )  # until the next one starts (utils/stale_shm_cleanup.py, 0.5.23)
 
     def command(self, port: int) -> list[str]:
         return [
@@ -78,6 +82,7 @@ class Sglang(Engine):
         return {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": binding(ranks),
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",  # of 60 in which it waits for a GPU's, without a GPU
             "TRANSFORMERS_OFFLINE": "1",
             "TMPDIR": sockets,  # where its sockets are
         }
@@ -208,7 +213,7 @@ class Server:
         tree.end(self.members)
         self.process.kill()
         self.process.wait()
-        for name in self.left_in_shm():
+        for name in self._there_in_shm():
             (Path(tree.SHM) / name).unlink(missing_ok=True)
         shutil.rmtree(self.sockets, ignore_errors=True)
 
@@ -223,7 +228,10 @@ class Server:
         return tree.alive(self.members)
 
     def left_in_shm(self) -> list[str]:
-        """What the tree had, and what a restore made since."""
+        """What the tree had, and what a restore made since, but for what the engine itself leaves."""
+        return [name for name in self._there_in_shm() if not name.startswith(self.engine.leaves)]
+
+    def _there_in_shm(self) -> list[str]:
         made = {name for name in tree.there() if name.startswith("nvsnap-") and "cpushm" in name}
         return tree.left_behind(self.shm | made)
 

@@ -9,45 +9,22 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import plugins
 import pytest
-from engine_support import PROMPTS, ROOT, Engine, Server, later, wait_until
+from engine_support import PROMPTS, Engine, Server, later, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-
-# vLLM loads it in each of its processes (0.32.0, load_general_plugins); the hooks are there before.
-PLUGIN = """
-    import importlib.util
-    import multiprocessing
-    import os
-
-    def install():
-        spec = importlib.util.spec_from_file_location("standin_faults", os.environ["FAULTS_MODULE"])
-        faults = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(faults)
-        name = multiprocessing.current_process().name
-        rank = name.removeprefix("VllmWorker-")
-        faults.install(int(rank) if rank.isdigit() else "core" if name.startswith("EngineCore") else "leader")
-"""
-ENTRY = "[vllm.general_plugins]\nusers_faults = users_faults:install\n"
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plugin")
-    (folder / "users_faults.py").write_text("\n".join(line[4:] for line in PLUGIN.splitlines()))
-    metadata = folder / "users_faults-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: users-faults\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(ENTRY)
-    return folder
+    return plugins.faults(tmp_path_factory.mktemp("plugin"), "vllm")
 
 
 def _server(engine: Engine, folder: Path, plugin: Path, seconds: int) -> Server:
     """``seconds`` are those that a prepare has for the ranks' part: there, and back."""
     environment = {
-        "PYTHONPATH": str(plugin),
-        "FAULTS_MODULE": str(ROOT / "tests" / "standin" / "standin" / "faults.py"),
-        "STANDIN_FAULT": f"@{folder / 'fault'}",
+        **plugins.struck_by(folder, plugin),
         "NVSNAP_DRAIN_S": "3",
         "NVSNAP_PREPARE_TIMEOUT_S": str(seconds),
         "NVSNAP_RESTORE_TIMEOUT_S": "8",
@@ -126,26 +103,10 @@ def test_ended(engine: Engine, plugin: Path, tmp_path: Path, fault: str, role: s
         _plant(server, fault)
         server.signal(signal.SIGUSR2 if restores else signal.SIGUSR1)
         assert server.wait_exit(60) == (74 if restores else 75), server.words()
-        _is_explained(server, fault, pid)
+        plugins.is_explained(server.status(), server.log.read_text(errors="replace"), fault, pid)
         failure = waiting.exception(10)
         assert failure is not None or waiting.result() == answer
         wait_until(lambda: not server.alive(), 10)
         assert server.left_in_shm() == []
     finally:
         server.end()
-
-
-def _is_explained(server: Server, fault: str, pid: int) -> None:
-    status, said = server.status(), server.log.read_text(errors="replace")
-    assert (status["state"], status["snapshot_ready"]) == ("failed", False)
-    reason = f"{(status['last'] or {}).get('error')} {(status.get('exit') or {}).get('reason')}"
-    assert "step '" in reason, reason
-    assert f"process {pid}" in reason, reason
-    if ":hang" in fault:
-        assert "has not done its part" in reason, reason
-        assert f"stacks of process {pid}" in said
-        assert "standin_hangs" in said
-    elif ":kill" in fault:
-        assert "died" in reason, reason
-    else:
-        assert "planted at" in reason, reason
