@@ -191,14 +191,14 @@ def test_not_at_all(start: Start) -> None:
 
 
 @pytest.mark.parametrize("how", ["background", "blocking"])
-@pytest.mark.parametrize("kind", ["raise", "raise_after"])
-def test_a_rank_that_fails(start: Start, kind: str, how: str) -> None:
+@pytest.mark.parametrize("fault", ["raise", "raise_after"])
+def test_a_rank_that_fails(start: Start, fault: str, how: str) -> None:
     """With one graph the first chunk is the last: the other rank has all of its own. It serves on, all ranks eager, and says
     why; the next cycle tries again."""
     engine = start(STANDIN_GRAPHS="1", NVSNAP_RECAPTURE=how).serving()
     worker = engine.processes("worker")[1]
     engine.prepare()
-    engine.faults.write_text(f"recapture:{kind}:1:once")
+    engine.faults.write_text(f"recapture:{fault}:1:once")
     engine.restore()
     found = engine.when(lambda status: status["graphs_error"])
     assert (found["state"], found["graphs"], found["last"]["ok"]) == ("serving", "eager", True)
@@ -215,7 +215,7 @@ def test_a_rank_that_fails(start: Start, kind: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "kind", "who"),
+    ("where", "fault", "who"),
     [
         ("recapture", "kill", "1"),
         ("recapture", "hang_gil", "0"),
@@ -230,7 +230,7 @@ def test_a_rank_that_fails(start: Start, kind: str, how: str) -> None:
         ),
     ],
 )
-def test_what_leaves_the_ranks_out_of_step_ends_it(start: Start, where: str, kind: str, who: str) -> None:
+def test_what_leaves_the_ranks_out_of_step_ends_it(start: Start, where: str, fault: str, who: str) -> None:
     """With a status, who and which step, and stacks of the stuck; while a request runs."""
     engine = start(options=("--restore-timeout-s", "2"), STANDIN_GRAPHS=MANY).serving()
     pid = engine.processes("worker")[int(who)] if who.isdigit() else engine.processes(who)[0]
@@ -239,19 +239,19 @@ def test_what_leaves_the_ranks_out_of_step_ends_it(start: Start, where: str, kin
     _part_of_them(engine)
     answer = engine.answer("runs", 500, stream=True)
     until(lambda: answer.lines)
-    engine.faults.write_text(f"{where}:{kind}:{who}")
+    engine.faults.write_text(f"{where}:{fault}:{who}")
     code, status = engine.ended(), engine.status()
-    assert code == (137 if (kind, who) == ("kill", "leader") else 74), engine.output()
+    assert code == (137 if (fault, who) == ("kill", "leader") else 74), engine.output()
     assert (status["state"], status["snapshot_ready"]) == ("failed", False)
     reason = f"{(status['last'] or {}).get('error')} {status.get('exit', {}).get('reason')}"
     told = answer.told()
     assert told == expected("runs", 500)[: len(told)]
-    if who == "leader" and kind == "kill":
+    if who == "leader" and fault == "kill":
         return
     assert "step 'recapture'" in reason or who == "leader", reason
-    if kind == "kill":
+    if fault == "kill":
         assert f"process {pid}) died" in reason or f"process {pid} (" in reason
-    elif kind == "raise":
+    elif fault == "raise":
         assert "engine core: ranks: RuntimeError: planted at ranks.recapture" in reason
     else:
         assert "recapture did not end within 2.0 s" in reason or "did not answer 'ranks' within 2 s" in reason, (

@@ -3,6 +3,7 @@ import weakref
 import sglang.srt.distributed.device_communicators.shm_broadcast  # noqa: F401
 import torch
 import torch.distributed as dist
+from standin.coordinators import of_all_ranks
 
 _groups = {}
 _WORLD = None
@@ -27,7 +28,4 @@ class GroupCoordinator:
 
 def initialize(rank, world_size, init_method):
     global _WORLD, _TP
-    dist.init_process_group("gloo", init_method=init_method, world_size=world_size, rank=rank)
-    everybody = [list(range(world_size))]
-    _WORLD = GroupCoordinator(everybody, rank, "gloo", False, "world")
-    _TP = GroupCoordinator(everybody, rank, "gloo", False, "tp")
+    _WORLD, _TP = of_all_ranks(GroupCoordinator, rank, world_size, init_method)
