@@ -1,6 +1,7 @@
 """In the server: requests go to the first rank, tokens come from the detokenizer."""
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import os
@@ -52,7 +53,8 @@ class TokenizerManager:
         self._answers.pop(0).set_result(content)
 
     def _dispatch_to_scheduler(self, obj):
-        self.port_args.scheduler_output.send(obj)
+        with contextlib.suppress(OSError):  # ZeroMQ does not mind whether there is anybody
+            self.port_args.scheduler_output.send(obj)
 
     async def ask(self, request):
         answer = self._loop.create_future()
