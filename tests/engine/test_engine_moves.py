@@ -3,76 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from engine_support import PROMPTS, ROOT, Engine, Server, completion
-from moving import Copy, digest, texts
+from engine_support import Engine, Server
+from frozen import Frozen
+from moving import digest, texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.criu, pytest.mark.timeout(300)]
 
-WORK = Path(os.environ.get("NVSNAP_WORK") or ROOT / ".work")
 SECRET = "hf-canary-of-the-moves"
 SHAPE = ("--host", "0.0.0.0", "--tensor-parallel-size", "2", "--enforce-eager")
 VALUES = ("--worker-extension-cls", "users_extension.Extension")
 
 
-@dataclass
-class Moved:
-    server: Server
-    image: Path
-    answers: dict[str, tuple[int, ...]]
-    digest: str
-    copies: list[Copy] = field(default_factory=list)
-
-    def copy(self, name: str, address: str = "10.9.0.2", image: Path | None = None) -> Copy:
-        environment = {**self.server.env(), "PYTHONPATH": str(ROOT)}
-        self.copies.append(Copy(image or self.image, self.server.folder, name, environment, address))
-        return self.copies[-1]
-
-    def right(self, copy: Copy) -> bool:
-        """Whether a copy answers as the server did before it was frozen."""
-        return {prompt: self.ask(copy, prompt) for prompt in PROMPTS} == self.answers
-
-    def ask(self, copy: Copy, prompt: str) -> tuple[int, ...]:
-        answer = copy.fetch(self.server.port, "/v1/completions", json.dumps(completion(prompt, 24)))
-        return tuple(json.loads(answer)["choices"][0]["token_ids"])
-
-
 @pytest.fixture(scope="module")
-def moved(engine: Engine, user_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moved]:
-    if os.geteuid() != 0 or not (WORK / "criu" / "criu").exists():
-        pytest.skip("needs root and tools/unpack-criu")
-    folder = tmp_path_factory.mktemp("moves")
-    values = {"PYTHONPATH": str(user_folder), "NVSNAP_CRIU": str(WORK / "criu" / "criu"), "HF_TOKEN": SECRET}
-    server = Server(engine, folder, (*SHAPE, *VALUES), values)
-    found = Moved(server, folder / "image", {}, "")
-    try:
-        server.start()
-        found.answers = {prompt: server.ask(prompt) for prompt in PROMPTS}
-        made = server.cli("snapshot", "create", str(found.image))
-        assert made.returncode == 0, made.stderr
-        print(made.stderr)
-        assert server.wait_exit(30) == 0
-        found.digest = digest(found.image)
+def moved(engine: Engine, user_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frozen]:
+    values = {"PYTHONPATH": str(user_folder), "HF_TOKEN": SECRET}
+    with Frozen.of(Server(engine, tmp_path_factory.mktemp("moves"), (*SHAPE, *VALUES), values)) as found:
         yield found
-    finally:
-        for copy in found.copies:
-            copy.end()
-        server.end()
 
 
 @pytest.fixture(autouse=True)
-def image_as_it_was(moved: Moved) -> Iterator[None]:
+def image_as_it_was(moved: Frozen) -> Iterator[None]:
     yield
     assert digest(moved.image) == moved.digest
 
 
-def test_one_after_another(moved: Moved) -> None:
+def test_one_after_another(moved: Frozen) -> None:
     for name, number, code in (("first", signal.SIGTERM, 143), ("second", signal.SIGKILL, -9)):
         copy = moved.copy(name).start().serving()
         assert moved.right(copy)
@@ -80,7 +40,7 @@ def test_one_after_another(moved: Moved) -> None:
         print(copy.words())
 
 
-def test_frozen_again_where_it_is(moved: Moved) -> None:
+def test_frozen_again_where_it_is(moved: Frozen) -> None:
     third = moved.copy("third").start().serving()
     assert moved.right(third)
     image = moved.server.folder / "image-of-the-third"
@@ -92,7 +52,7 @@ def test_frozen_again_where_it_is(moved: Moved) -> None:
     again.stop()
 
 
-def test_two_at_once(moved: Moved) -> None:
+def test_two_at_once(moved: Frozen) -> None:
     copies = [moved.copy(f"pod-{n}", f"10.9.0.{n}") for n in (5, 6)]
     for copy in copies:
         copy.start("--env", f"POD_NAME={copy.name}", "--unset", "HF_TOKEN")
@@ -109,7 +69,7 @@ def test_two_at_once(moved: Moved) -> None:
     second.stop()
 
 
-def test_an_interface_that_is_gone(moved: Moved) -> None:
+def test_an_interface_that_is_gone(moved: Frozen) -> None:
     copy = moved.copy("lost").start("--env", "GLOO_SOCKET_IFNAME=eth7")
     assert copy.process.wait(60) == 74
     assert "GLOO_SOCKET_IFNAME names the interface 'eth7', which is not here" in copy.words()
