@@ -49,6 +49,10 @@ class Holder:
     def value(self) -> Any:
         return self.owner.get(self.key) if isinstance(self.owner, dict) else getattr(self.owner, self.key, None)
 
+    def in_use(self) -> bool:
+        """Does anybody but this note hold the owner? One that is given up, and all that it has, must not live on in here."""
+        return sys.getrefcount(self.owner) > 2
+
     def clear(self) -> None:
         self._put(None)
 
@@ -110,6 +114,7 @@ class Groups:
             for handle in HANDLES
         }
         groups = [getattr(record.coordinator, handle) for record in self._records for handle in HANDLES]
+        self._filled = [holder for holder in self._filled if holder.in_use()]
         self._holders = _still(self._filled, handles) or self._look_for(groups, handles)
         names = _c10d()._world.pg_names
         self._old += [(name, weakref.ref(group)) for group, name in names.items()]
