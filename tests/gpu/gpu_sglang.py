@@ -40,6 +40,8 @@ EAGER = ("--disable-cuda-graph", "--disable-prefill-cuda-graph")
 # Nothing captured and NCCL over sockets: what is left is the gather of logits, on by itself for bf16. A checkpoint may hang.
 REPORT = (*EAGER, "--disable-custom-all-reduce", "--watchdog-timeout", "100000")
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+# No compile workers, whose lock the driver refuses by itself: what does it say of the rest?
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 @dataclass
@@ -53,8 +55,8 @@ class SglangServer(GpuServer):
         "eager": Shape("small", flags=EAGER),
         "plain": Shape("dense", flags=GRAPHS, environment={"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"}),
         "off": Shape("dense", flags=REPORT, environment={"NVSNAP_TRANSPORTS": "off"}),
-        "report": Shape("small", flags=REPORT, environment={**SOCKETS, GATHERER: "peer"}),
-        "report-nccl": Shape("small", flags=REPORT, environment={**SOCKETS, GATHERER: "nccl"}),
+        "report": Shape("small", flags=REPORT, environment={**SOCKETS, **ALONE, GATHERER: "peer"}),
+        "report-nccl": Shape("small", flags=REPORT, environment={**SOCKETS, **ALONE, GATHERER: "nccl"}),
         "gather": Shape("small", flags=GRAPHS, environment={GATHERER: "peer"}),
     }
     leftovers: ClassVar[dict[str, str]] = {
