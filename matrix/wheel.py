@@ -66,7 +66,8 @@ class Wheel:
     def pinned(self, package: str) -> str:
         """The one version of another package that it asks for; "" if it asks for none, or for several."""
         metadata = "".join(self.text(entry.name, "METADATA") or "" for entry in self.root.iterdir())
-        found = re.findall(rf"^Requires-Dist: {re.escape(package)}==([^\s;,]+)$", metadata, re.M)
+        name = "[-_.]".join(map(re.escape, package.split("-")))
+        found = re.findall(rf"^Requires-Dist: {name}(?:\[[\w,]*\])?==([^\s;,]+)$", metadata, re.M)
         return str(found[0]) if len(found) == 1 else ""
 
     def module(self, name: str) -> Module | None:

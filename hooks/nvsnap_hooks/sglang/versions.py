@@ -16,15 +16,15 @@ TABLE: dict[str, Entry] = {
     "0.5.13.post1": Entry("resolves", of("0.5.13.post1")),
     "0.5.14": Entry("resolves", of("0.5.14")),
     "0.5.15": Entry("resolves", of("0.5.15")),
-    "0.5.15.post1": Entry("resolves", of("0.5.15.post1")),
+    "0.5.15.post1": Entry("resolves", of("0.5.15.post1"), gpu="2026-11-30"),
     "0.5.16": Entry("resolves", of("0.5.16")),
     "0.5.17": Entry("resolves", of("0.5.17")),
-    "0.5.18": Entry("resolves", of("0.5.18")),
+    "0.5.18": Entry("criu", of("0.5.18")),
     "0.5.19": Entry("resolves", of("0.5.19")),
     "0.5.20": Entry("resolves", of("0.5.20")),
     "0.5.21": Entry("resolves", of("0.5.21")),
     "0.5.22": Entry("resolves", of("0.5.22")),
-    "0.5.23": Entry("resolves", of("0.5.23")),
+    "0.5.23": Entry("criu", of("0.5.23")),
 }
 
 VERSIONS = Versions("SGLang", ("sglang",), TABLE)
