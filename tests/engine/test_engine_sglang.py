@@ -22,7 +22,7 @@ from nvsnap_launch.hooktree import residue
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 RANKS = ("--tensor-parallel-size", "2")
-CLIENTS, CYCLES, TOKENS, LONG = 8, 3, 40, 150
+CLIENTS, CYCLES, TOKENS, LONG = 8, 3, 40, 120
 BATCHES = (1, 3, CLIENTS)  # sizes in which the reference answers are asked
 # What a rank makes for its transport in /dev/shm begins with it.
 RING = "/dev/shm/sgl_shm_mq_"
@@ -190,22 +190,26 @@ def test_ended_while_prepared(server: Server) -> None:
     assert server.left_in_shm() == []
 
 
+def begun(server: Server) -> dict[str, Stream]:
+    return {prompt: Stream(server, prompt, LONG) for prompt in PROMPTS}
+
+
 def test_long_answers_are_parked(parking: Server) -> None:
     """They stop where they are, nobody computes, and they go on to the same end."""
-    undisturbed = {prompt: Stream(parking, prompt, LONG).result() for prompt in PROMPTS}
+    undisturbed = {prompt: stream.result() for prompt, stream in begun(parking).items()}
     for _ in range(2):
-        streams = [Stream(parking, prompt, LONG) for prompt in PROMPTS]
-        wait_until(lambda streams=streams: all(stream.tokens for stream in streams), 60)  # type: ignore[misc]
+        streams = begun(parking)
+        wait_until(lambda streams=streams: all(stream.tokens for stream in streams.values()), 60)  # type: ignore[misc]
         parking.prepare()
         assert parking.step("drain")["parked"] == len(PROMPTS)
-        assert not any(stream.done for stream in streams)
-        counts = [len(stream.tokens) for stream in streams]
+        assert not any(stream.done for stream in streams.values())
+        counts = [len(stream.tokens) for stream in streams.values()]
         waiting = later(lambda: parking.ask(PROMPTS[0]))
         assert parking.http("GET", "/health", seconds=10)[0] == 200
-        assert [len(stream.tokens) for stream in streams] == counts
+        assert [len(stream.tokens) for stream in streams.values()] == counts
         assert all(count < LONG for count in counts)
         parking.restore()
-        assert {prompt: stream.result() for prompt, stream in zip(PROMPTS, streams, strict=True)} == undisturbed
+        assert {prompt: stream.result() for prompt, stream in streams.items()} == undisturbed
         assert waiting.result(60) == undisturbed[PROMPTS[0]][:24]
 
 
@@ -239,4 +243,5 @@ def test_a_scheduler_that_dies_while_prepared_ends_everything(parking: Server) -
     os.kill(parking.workers[1], signal.SIGKILL)
     assert parking.wait_exit(60) not in (0, None)
     wait_until(lambda: not parking.alive(), 10)
-    assert parking.left_in_shm() == []
+    # SGLang kills its tree, the process included that would remove the semaphores of multiprocessing (kill_process_tree, 0.5.23).
+    assert [name for name in parking.left_in_shm() if not name.startswith("sem.mp-")] == []
