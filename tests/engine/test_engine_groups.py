@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 # A world of one rank with one coordinator more. Its group is also held by frozen objects that have slots, and by an object whose
 # dict has nothing else for which it could be in a cycle: the collector loses sight of that once it saw it without the group. One
-# that is given up later, with what it has, is not kept by our notes.
+# of both groups that is given up later, with what it has, is not kept by our notes.
 LAB = """
     import dataclasses, gc, json, sys, weakref
     from types import SimpleNamespace
@@ -27,8 +27,8 @@ LAB = """
         group: object
 
     class Owner:
-        def __init__(self, group):
-            self.size, self.group = 1, group
+        def __init__(self, group, other=None):
+            self.size, self.group, self.other = 1, group, other
 
     def coordinator(name):
         both = {"device_group": dist.new_group([0], backend="gloo"), "cpu_group": dist.new_group([0], backend="gloo")}
@@ -39,7 +39,7 @@ LAB = """
     coordinators = [coordinator("world:0"), coordinator("tp:0")]
     owner = Owner(coordinators[1].cpu_group)
     frozen = Frozen(coordinators[1].cpu_group)
-    given_up = Owner(coordinators[1].cpu_group)
+    given_up = Owner(coordinators[1].cpu_group, coordinators[1].device_group)
     given_up.memory = memory = Owner(None)
     memory = weakref.ref(memory)
     groups, seen = Groups(), []

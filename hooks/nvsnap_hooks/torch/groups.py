@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import weakref
+from collections import Counter
 from types import MemberDescriptorType
 from typing import NamedTuple
 
@@ -48,10 +49,6 @@ class Holder:
 
     def value(self) -> Any:
         return self.owner.get(self.key) if isinstance(self.owner, dict) else getattr(self.owner, self.key, None)
-
-    def in_use(self) -> bool:
-        """Does anybody but this note hold the owner? One that is given up, and all that it has, must not live on in here."""
-        return sys.getrefcount(self.owner) > 2
 
     def clear(self) -> None:
         self._put(None)
@@ -114,7 +111,7 @@ class Groups:
             for handle in HANDLES
         }
         groups = [getattr(record.coordinator, handle) for record in self._records for handle in HANDLES]
-        self._filled = [holder for holder in self._filled if holder.in_use()]
+        self._filled = _in_use(self._filled)
         self._holders = _still(self._filled, handles) or self._look_for(groups, handles)
         names = _c10d()._world.pg_names
         self._old += [(name, weakref.ref(group)) for group, name in names.items()]
@@ -139,7 +136,9 @@ class Groups:
         groups.clear()
         alive = [group for group in (reference() for reference in kept) if group is not None]
         if alive and self._filled:
-            more = self._look_for(alive, handles)
+            more = self._look_for(
+                alive, {id(group): handles[id(group)] for group in alive}
+            )  # the ids of others may be anybody's
             self._holders += more
             for holder in more:
                 holder.clear()
@@ -289,6 +288,12 @@ def _holders(groups: Sequence[Any], handles: dict[int, tuple[int, str]], seen: s
     for mine in (methods, referrers):
         mine.clear()
     return found
+
+
+def _in_use(holders: Sequence[Holder]) -> list[Holder]:
+    """Those whose owner anybody but these notes holds. One that is given up, and all that it has, must not live on in here."""
+    notes = Counter(id(holder.owner) for holder in holders)  # an owner of both groups has two
+    return [holder for holder in holders if sys.getrefcount(holder.owner) > notes[id(holder.owner)] + 1]
 
 
 def _still(filled: Sequence[Holder], handles: dict[int, tuple[int, str]]) -> list[Holder]:
