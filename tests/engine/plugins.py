@@ -12,6 +12,7 @@ _LOAD = """
     import importlib.util
     import multiprocessing
     import os
+    import sys
 
     def faults():
         spec = importlib.util.spec_from_file_location("standin_faults", os.environ["FAULTS_MODULE"])
@@ -25,7 +26,7 @@ VLLM = """
         rank = name.removeprefix("VllmWorker-")
         faults().install(int(rank) if rank.isdigit() else "core" if name.startswith("EngineCore") else "leader")
 """
-# A scheduler knows its rank when the leader has said hello. ``flush``: what a call of /flush_cache runs while it serves.
+# A scheduler knows its rank when the leader has said hello. ``flush:raise:any``: what /flush_cache runs while all of them serve.
 SGLANG = """
     def install():
         struck = faults()
@@ -38,10 +39,11 @@ SGLANG = """
         def __init__(self, scheduler):
             original(self, scheduler)
             struck.install(self.rank, "sglang")
-            kind = type(scheduler)
-            kind.flush_cache = struck._wrapped(kind.flush_cache, "flush", self.rank)
 
         Rank.__init__ = __init__
+        if running := sys.modules.get("sglang.srt.managers.scheduler"):
+            kind = running.Scheduler
+            kind.flush_cache = struck._wrapped(kind.flush_cache, "flush", "any")
 """
 # Both load it in each of their processes (vLLM 0.32.0, load_general_plugins; SGLang 0.5.18 to 0.5.23, load_plugins).
 GROUPS = {"vllm": ("vllm.general_plugins", VLLM), "sglang": ("sglang.srt.plugins", SGLANG)}

@@ -78,9 +78,9 @@ def test_ended(frozen: Frozen, fault: str, code: int) -> None:
 def test_a_scheduler_that_crashes_ends_everything(frozen: Frozen) -> None:
     """By an exception of the engine's own while it serves: no step of ours is under way, and the status tells of a failure."""
     copy = frozen.copy("crashed").start().serving()
-    (frozen.server.folder / "fault").write_text("flush:raise:1")
+    (frozen.server.folder / "fault").write_text("flush:raise:any")
     pids = copy.tree()
-    with contextlib.suppress(subprocess.CalledProcessError):  # rank 0 may have answered by then
+    with contextlib.suppress(subprocess.CalledProcessError):
         copy.fetch(frozen.server.port, "/flush_cache", "{}")
     assert copy.process.wait(60) != 0, copy.words()
     assert "planted at flush" in copy.words()
