@@ -60,7 +60,7 @@ ACTIONS = {
         },
         "restore": {
             "leader": RESTORING,
-            "rank": ("gate.environment", "environment", *_without_shm(REACQUIRE), "gate.open"),
+            "rank": ("environment", *_without_shm(REACQUIRE), "gate.open"),
         },
     },
 }

@@ -62,7 +62,6 @@ class _Gate:
         self.closed = False
         self.held = False
         self._retracted = False
-        self._opened_to: list[Any] = []  # what goes to the engine at the end of a hold
 
     @classmethod
     def of(cls, scheduler: Any) -> _Gate:
@@ -87,7 +86,7 @@ class _Gate:
             if self.line is None:
                 self.line = line.connect(message["address"], self.rank.rank)
             self._in_step(action)
-            report.update(getattr(self, f"do_{action}")(options) or {})
+            report.update(getattr(self, f"do_{action}")(options))
         except Exception as error:
             report.update(ok=False, error=f"{type(error).__name__}: {error}")
             say(f"{action} failed on rank {self.rank.rank}: {traceback.format_exc(limit=12)}")
@@ -144,9 +143,6 @@ class _Gate:
         report = self.rank.act(action, arguments)
         return {"report": report, "ok": report["ok"]}
 
-    def do_environment(self, options: Report) -> Report:
-        return self.do_ranks({"action": "environment", "arguments": {"env": options["env"]}})
-
     def do_open(self, _: Report) -> Report:
         """Everything back: what waited goes on, in the order in which it came, together with what comes meanwhile: a request
         whose client is gone is aborted before it runs."""
@@ -156,10 +152,8 @@ class _Gate:
         if self._retracted:
             self._retracted = False
             self._scheduler("resume", versions.load("resume_request")(torch_empty_cache=False))
-        waiting, self.waiting = self.waiting, []
-        self._opened_to = waiting
         self.closed = self.held = False
-        return {"replayed": len(waiting)}
+        return {"replayed": len(self.waiting)}  # at the end of this turn
 
     # -- the gate ---------------------------------------------------------------------------------
 
@@ -204,7 +198,7 @@ class _Gate:
             self.take(message)
 
     def _replay(self) -> None:
-        waiting, self._opened_to = self._opened_to, []
+        waiting, self.waiting = self.waiting, []
         while more := self._receive():
             waiting.extend(more)
         self._scheduler("process_input", waiting)

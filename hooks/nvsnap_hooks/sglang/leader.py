@@ -234,8 +234,7 @@ class SglangEngine(Engine):
         return [answer["report"] for answer in answers]
 
     def set_environment(self, env: dict[str, str | None], timeout: float) -> None:
-        answers = self.call("environment", timeout, {"env": env})
-        if not all(answer["report"]["ok"] for answer in answers):
+        if not all(report["ok"] for report in self.on_ranks("environment", timeout, env=env)):
             raise EngineError("a rank did not take the new environment")
 
     def open_admission(self, timeout: float) -> dict[str, Any]:

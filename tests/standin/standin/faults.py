@@ -43,7 +43,7 @@ def own_handlers():
 
 
 METHODS = ("release", "reacquire", "residue")
-ACTIONS = ("close", "poll", "hold", "environment", "open")
+ACTIONS = ("close", "poll", "hold", "open")
 # Where the hooks can be struck: in which kind of process, which callable, and the name of that place. "{1}": the first
 # argument after self is part of the name.
 RANK = [
@@ -67,7 +67,7 @@ PLACES = {
             ("vllm.worker", "_prove", "prove"),
         ],
         "core": [
-            *(("vllm.core", f"_Gate.do_{action}", action) for action in (*ACTIONS, "park")),
+            *(("vllm.core", f"_Gate.do_{action}", action) for action in (*ACTIONS, "environment", "park")),
             ("vllm.core", "_Gate._ranks", "ranks.{1}"),
         ],
         "leader": LEADER,
