@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 # What NCCL begins with the first communicator and keeps for the life of the process (2.28 to 2.30): its host's address, with
 # which none could be made after a move (bootstrap.cc); and sockets between all ranks, for diagnosis (ras/).
-NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+_NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
 
 SLACK = 5.0  # seconds that a call may take on top of what the engine itself is given
 TICK = 0.1  # seconds of running time: in these a call's limit is counted, and a freeze does not use it up
@@ -129,6 +130,12 @@ def is_spawned() -> bool:
         return True
     multiprocessing = sys.modules.get("multiprocessing")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+def keep_nccl_on_this_host() -> None:
+    """All ranks of the shapes that are not refused are on one host, and inherit this. What the user set stays."""
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
 
 
 def wrap_http_startup(found: Callable[[], Any]) -> Callable[[Callable[..., Any]], Any]:

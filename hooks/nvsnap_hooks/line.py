@@ -103,15 +103,10 @@ class Lines:
                 sock, _ = self._listener.accept()
             except OSError:
                 return False
-            sock.setblocking(True)
-            pid = peer(sock)
-            line = Line(sock)
-            if pid not in known:
-                line.close()
-                continue
-            sock.settimeout(1.0)  # it says who it is as soon as it is there
+            sock.settimeout(1.0)  # a rank says who it is as soon as it is there
+            line, pid = Line(sock), peer(sock)
             try:
-                rank = line.receive().get("rank")
+                rank = line.receive().get("rank") if pid in known else None
             except Closed:
                 rank = None
             if not isinstance(rank, int) or rank not in range(self.count) or rank in self.lines:

@@ -1,7 +1,8 @@
 """The state machine in the leader: prepare, restore, and the way back from each step that fails.
 
-Engine-neutral: it drives an engine object (vllm/leader.py) and owns order, deadlines and what is published. There are two
-ends to a prepare: prepared on every rank, or serving as before on every rank. Otherwise the tree ends with a status.
+Engine-neutral: it drives an engine object (engine.py, and each engine's leader.py) and owns order, deadlines and what is
+published. There are two ends to a prepare: prepared on every rank, or serving as before on every rank. Otherwise the tree ends
+with a status.
 """
 
 from __future__ import annotations

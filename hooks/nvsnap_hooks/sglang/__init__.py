@@ -1,7 +1,8 @@
 """The SGLang adapter. ``install`` runs just before SGLang's own first line, in every process that imports it.
 
 Who runs where: leader.py in the HTTP server's process (the tokenizer manager), gate.py and rank.py in each scheduler's main loop:
-a scheduler is the engine's core and a rank in one. What is the resources' own, as in vLLM's folder, is listed in gpu.py.
+a scheduler is the engine's core and a rank in one. The ranks' resources: ../rank/rank.py has what each has; those of a GPU are
+listed in gpu.py.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import sys
 
 from .. import control, coverage, importhook, protocol, registry
 from .. import versions as current
-from ..engine import NCCL, SLACK, Engine, EngineError, is_spawned
+from ..engine import SLACK, Engine, EngineError, is_spawned, keep_nccl_on_this_host
 from ..line import Closed, Lines
 from ..protocol import say
 from . import METHOD, shapes
@@ -57,8 +58,7 @@ def _begin(server_args: Any) -> None:
         engine = SglangEngine(_shape_refusal(args), _captures_graphs(args))
         engine.ranks = int(getattr(args, "tp_size", 1) or 1)
         if engine.refusal is None and args.device == "cuda":
-            for name, value in NCCL.items():  # all ranks of this shape are on one host, and inherit this
-                os.environ.setdefault(name, value)
+            keep_nccl_on_this_host()
         registry.register("leader", None, required("leader"))
         control.start(engine)
     except Exception as error:  # the engine itself is none the worse
@@ -261,4 +261,4 @@ class SglangEngine(Engine):
             os.environ[AT_ONCE] = "1"
             for one in (self._lines.lines if self._lines else {}).values():
                 with contextlib.suppress(OSError):
-                    one.sock.shutdown(2)
+                    one.sock.shutdown(socket.SHUT_RDWR)

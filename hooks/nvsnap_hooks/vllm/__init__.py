@@ -1,7 +1,7 @@
 """The vLLM adapter. ``install`` runs just before vLLM's own first line, in every process that imports it.
 
 Who runs where: leader.py in the API server, core.py in the engine core's main loop, worker.py in each rank's main loop. The
-ranks' resources: broadcast.py, ../torch/groups.py; cpu_shm.py on CPU; those of a GPU are listed in gpu.py.
+ranks' resources: ../rank/rank.py has what each has; cpu_shm.py on CPU; those of a GPU are listed in gpu.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from .targets import Target
+    from ..targets import Target
 
 version = ""
 

@@ -7,12 +7,11 @@ event loop, so the control thread shares no socket with it.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 
 from .. import control, importhook, registry, versions
-from ..engine import NCCL, SLACK, TICK, Engine, EngineError, is_spawned
+from ..engine import SLACK, TICK, Engine, EngineError, is_spawned, keep_nccl_on_this_host
 from ..protocol import say
 from . import METHOD
 from .versions import VERSIONS
@@ -57,7 +56,7 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
         engine = VllmEngine(_shape_refusal(config, kwargs), captures_graphs(config))
         elsewhere = getattr(config, "weight_transfer_config", None)  # from a trainer on another host
         if engine.refusal is None and elsewhere is None and config.device_config.device_type == "cuda":
-            _keep_nccl_on_this_host()
+            keep_nccl_on_this_host()
         registry.register("leader", None, required("leader"))
         control.start(engine)
         return engine
@@ -65,12 +64,6 @@ def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmEngine | None:
         say(f"prepare will not work, the control thread could not be started: {type(error).__name__}: {error}")
         importhook.errors.append(f"control thread: {type(error).__name__}: {error}")
         return None
-
-
-def _keep_nccl_on_this_host() -> None:
-    """All ranks of this shape are on one host, and inherit this. What the user set stays."""
-    for name, value in NCCL.items():
-        os.environ.setdefault(name, value)
 
 
 def _shape_refusal(config: Any, kwargs: dict[str, Any]) -> str | None:

@@ -5,10 +5,8 @@ Data only. versions.py says which version has which, and how far it was seen to 
 
 from __future__ import annotations
 
-from ..targets import GPU, Target
+from ..targets import Target
 from ..targets import gpu as _gpu
-
-__all__ = ["GPU", "V0_20", "V0_22", "V0_23", "V0_30", "V0_33", "Target"]
 
 _LEADER, _CORE, _WORKER = ("leader",), ("core",), ("worker",)
 _CORE_MODULE = "vllm.v1.engine.core"
