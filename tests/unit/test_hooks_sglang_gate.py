@@ -126,7 +126,6 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scheduler:
         rank=0, world_size=1, unique_name="world:0", group_ranks=[[0]], device=types.SimpleNamespace(type="cpu")
     )
     modules = {
-        "sglang.srt.constants": {"HEALTH_CHECK_RID_PREFIX": "HEALTH_CHECK"},
         "sglang.srt.distributed.parallel_state": {"_groups": {"world:0": lambda: world}},
         "sglang.srt.managers.io_struct": {
             name: lambda name=name, **fields: kind(name, **fields)
@@ -210,12 +209,13 @@ def test_told_to_end_it_does_so_at_once(scheduler: Scheduler, leader: Leader) ->
     assert [type(one).__name__ for one in scheduler.handled] == ["ShutdownReq"]
 
 
-def test_a_probe_of_health_is_dropped(scheduler: Scheduler, leader: Leader) -> None:
+def test_a_probe_of_health_waits_like_any_other(scheduler: Scheduler, leader: Leader) -> None:
+    """Where nothing else runs afterwards its own token is its only answer: without one, the server is taken for ill."""
     leader.call("close")
-    scheduler.turn(work("HEALTH_CHECK_1"))
-    assert leader.call("poll")["waiting"] == 0
-    leader.call("open")
+    scheduler.turn(probe := work("HEALTH_CHECK_1"))
     assert scheduler.handled == []
+    leader.call("open")
+    assert scheduler.handled == [probe]
 
 
 @pytest.mark.parametrize(

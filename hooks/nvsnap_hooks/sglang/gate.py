@@ -175,7 +175,7 @@ class _Gate:
         return result
 
     def _goes_through(self, request: Any) -> bool:
-        """Or does it wait? A probe of health does neither: whoever sent it has its answer from the server."""
+        """Or does it wait?"""
         kind = type(request).__name__
         if kind in AT_ONCE:
             return True
@@ -183,8 +183,7 @@ class _Gate:
             if any(_is_meant(request, waiting) for waiting in self.waiting):
                 self.waiting.append(request)  # its request goes on before it, and no further
             return True
-        if not str(getattr(request, "rid", None) or "").startswith(versions.load("constants").HEALTH_CHECK_RID_PREFIX):
-            self.waiting.append(request)
+        self.waiting.append(request)
         return False
 
     def _hold(self) -> None:

@@ -50,7 +50,6 @@ _CPU: dict[str, Target] = {
     "resume": _scheduler(f"{_MANAGERS}.scheduler", "Scheduler.continue_generation", "self recv_req"),
     "resume_request": _scheduler(f"{_MANAGERS}.io_struct", "ContinueGenerationReqInput", names="torch_empty_cache"),
     "flush": _scheduler(f"{_MANAGERS}.scheduler", "Scheduler.flush_cache", "self empty_cache"),
-    "constants": _scheduler("sglang.srt.constants", "", names="HEALTH_CHECK_RID_PREFIX"),
     "abort": _scheduler(f"{_MANAGERS}.io_struct", "AbortReq", names="rid abort_all"),
     "groups": _scheduler(_GROUPS, "", names="_groups _WORLD"),
     "coordinator": _scheduler(
