@@ -8,7 +8,7 @@ NO_TEST := { code=$$?; [ $$code != 5 ] || echo 'no test was found: is the select
 .PHONY: help setup venv image bench turns demo soak matrix test test-fast check
 help:
 	@echo 'make demo       dump and restore a real vLLM under load, with a table at the end (DEMO="--tp 1" for options)'
-	@echo 'make matrix     how far each version of vLLM gets, into the README (MATRIX="0.27.1 0.32.0" for some)'
+	@echo 'make matrix     how far each version of vLLM gets, into the README (MATRIX="0.27.1 0.32.0" for some, MATRIX="--engine sglang")'
 	@echo 'make bench      bare vLLM against vLLM under the launcher: speed, start-up, memory (BENCH="--pairs 5 --tp 1")'
 	@echo 'make turns      bare and launched side by side, asked in turns: speed on a noisy machine (TURNS="--turns 40")'
 	@echo 'make soak       prepare and restore in place 50 times under load (SOAK="--cycles 50 --compiled")'

@@ -76,9 +76,8 @@ def _over(limits: Mapping[str, tuple[int, str]], given: dict[str, str]) -> Itera
     for name, (most, reason) in limits.items():
         flag = _flag(name)
         if flag in given:
-            value = (
-                given[flag] if given[flag].isdecimal() else ""
-            )  # a switch; of anything else the engine itself complains
+            # A switch has none; of anything else the engine itself complains.
+            value = given[flag] if given[flag].isdecimal() else ""
             if int(value or 1) > most:
                 yield f"{flag} {value}".strip(), f"prepare will be refused: {reason}"
 
