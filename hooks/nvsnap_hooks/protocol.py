@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import time
+from _thread import get_native_id
 
 from . import guard
 
@@ -156,7 +157,7 @@ def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
 
 def stage(path: str | os.PathLike[str], value: dict[str, Any]) -> str:
     """All of a write that a full disk may fail; ``put`` does the rest. Raises OSError, and leaves nothing then."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{get_native_id()}.tmp"  # of each thread its own: several may write one file at a time
     if os.path.isdir(path) and not os.path.islink(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     text = json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def test_never_written_through(engine: Engine, tmp_path: Path) -> None:
             _reach(engine, state)
             plant()
         for pid in engine.tree():
-            _plant(engine.control, f"status.json.{pid}.tmp", victim)
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                _plant(engine.control, f"status.json.{thread}.tmp", victim)
             _plant(engine.control / protocol.STACKS_DIR, f"{pid}.txt", victim)
         engine.signal(signal.SIGUSR1, leader)
         _reach(engine, "prepared")

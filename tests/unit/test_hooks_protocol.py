@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +101,28 @@ def test_the_ranks_meet_in_the_control_directory(tmp_path: Path) -> None:
     folder = Path(rendezvous.new_folder(str(tmp_path)))
     assert folder.parent == tmp_path / protocol.RENDEZVOUS_DIR
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_several_threads_write_one_file(tmp_path: Path) -> None:
+    """Whoever reads meanwhile finds it whole, each time: SGLang imports its modules in threads, and each tells of its patches."""
+    path, stop, errors = tmp_path / "8.json", threading.Event(), []
+    protocol.write_json(path, {"pid": 8, "patches": ["x"] * 500})
+
+    def write() -> None:
+        while not stop.is_set():
+            try:
+                protocol.write_json(path, {"pid": 8, "patches": ["x"] * 500})
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        seen = [protocol.read_json(path) for _ in range(2000)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert all(seen) and not errors
+    assert sorted(tmp_path.iterdir()) == [path]
