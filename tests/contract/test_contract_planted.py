@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -87,8 +86,8 @@ def test_never_written_through(engine: Engine, tmp_path: Path) -> None:
             _reach(engine, state)
             plant()
         for pid in engine.tree():
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                _plant(engine.control, f"status.json.{thread}.tmp", victim)
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                _plant(engine.control, f"status.json.{thread.name}.tmp", victim)
             _plant(engine.control / protocol.STACKS_DIR, f"{pid}.txt", victim)
         engine.signal(signal.SIGUSR1, leader)
         _reach(engine, "prepared")
