@@ -187,3 +187,16 @@ def test_a_stop_while_a_parked_request_waits(start: Start) -> None:
     assert engine.stop() in (0, 143), engine.output()
     assert engine.status()["state"] == "ended"
     assert running.told() == expected("long", 500)[: len(running.told())]
+
+
+def test_told_to_stop_it_is_not_prepared(start: Start) -> None:
+    """It lets what runs finish first, and would be frozen as one that ends as soon as it is restored."""
+    engine = start(options=("--drain-s", "0")).serving()
+    running = engine.answer("long", 100, stream=True)
+    until(lambda: running.lines)
+    engine.signal(signal.SIGTERM, engine.leader)
+    until(lambda: engine.get("/health")[0] == 503)
+    found = engine.act("prepare", lambda: engine.signal(signal.SIGUSR1))
+    assert (found["state"], found["last"]["error"]) == ("serving", "the server was told to stop")
+    assert running.result()["tokens"] == expected("long", 100)
+    assert engine.ended() in (0, 143)

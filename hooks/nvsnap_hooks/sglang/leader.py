@@ -218,6 +218,8 @@ class SglangEngine(Engine):
             self._health_before = os.environ.get(HEALTH)
             self._status_before = self.manager.server_status
             os.environ[HEALTH] = "0"
+        if self.ending:  # since it was looked whether it can be prepared
+            raise EngineError(str(self.refusal))
         self.call("close", timeout)
         return {}
 
@@ -257,6 +259,7 @@ class SglangEngine(Engine):
     def end(self) -> None:
         """Told to stop. What is parked is not waited for: nobody would compute it."""
         self.ending = True
+        self.refusal = "the server was told to stop"
         if self._closed:
             os.environ[AT_ONCE] = "1"
             for one in (self._lines.lines if self._lines else {}).values():
