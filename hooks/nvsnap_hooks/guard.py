@@ -27,6 +27,7 @@ STACKS_KEPT = 20000  # characters, in the verdict
 STACKS_WAIT = 3.0  # seconds
 SIZE_LIMIT = 1 << 20  # bytes of a file that is read
 KILLED = 137  # as a shell says that SIGKILL ended a process
+RANKS = ("worker", "scheduler")  # the role of a rank: vLLM's, SGLang's
 
 
 def content(path: str) -> bytes:
@@ -134,7 +135,7 @@ def registered(control: str) -> dict[int, str]:
     for record in records:
         pid, role, rank = record.get("pid"), record.get("role"), record.get("rank")
         if isinstance(pid, int):
-            found[pid] = f"{role}{f' rank {rank}' if role == 'worker' else ''} (process {pid})"
+            found[pid] = f"{role}{f' rank {rank}' if role in RANKS else ''} (process {pid})"
     return found
 
 
@@ -168,7 +169,7 @@ def _unfinished(control: str, names: dict[int, str], dead: list[int]) -> list[st
             found.append(f"{name}: {note.removeprefix(FAILURE)}")
         elif pid not in dead:
             busy.append(name)
-    for role in ("worker", "core", ""):  # the leader waits for the core, and the core for the ranks
+    for role in (*RANKS, "core", ""):  # the leader waits for the core, and both for the ranks
         stuck = [name for name in busy if name.startswith(role)]
         if stuck:
             return [*found, *(f"{name} has not done its part" for name in stuck)]

@@ -153,6 +153,27 @@ def _wait_channel(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.parametrize(
+    ("role", "rank", "name"),
+    [("worker", 1, "worker rank 1"), ("scheduler", 1, "scheduler rank 1"), ("core", 0, "core")],
+)
+def test_whoever_waits_for_another_is_not_said_to_be_stuck(control: Path, role: str, rank: int, name: str) -> None:
+    """The leader waits for the core, and both for the ranks."""
+    several = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        for folder in ("processes", "stacks"):
+            (control / folder).mkdir()
+        for process, record in zip(several, ({"role": "leader"}, {"role": role, "rank": rank}), strict=True):
+            (control / "processes" / f"{process.pid}.json").write_text(json.dumps({"pid": process.pid, **record}))
+            (control / "stacks" / f"{process.pid}.txt").touch()
+        words = f"too late; {name} (process {several[1].pid}) has not done its part"
+        assert guard.explained(str(control), "too late") == words
+    finally:
+        for process in several:
+            process.kill()
+            process.wait()
+
+
 def test_stacks_left_by_others_are_not_signalled(sessions: list[Session], control: Path) -> None:
     """A file with the number of a process outside the session: that process must not get the signal."""
     outsider = subprocess.Popen(["sleep", "60"], start_new_session=True)
