@@ -1,7 +1,7 @@
 """The coordinators' shared-memory broadcasters (``mq_broadcaster``; vLLM 0.20.2 to 0.33.0, SGLang 0.5.12 to 0.5.23).
 
 A ring in /dev/shm and ZeroMQ sockets, made over the group's CPU process group: they go before the groups and come back after.
-The executor's own RPC queues are another thing and stay: they carry this very call.
+vLLM's executor has queues of its own, which stay: they carry this very call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# How GroupCoordinator.__init__ makes its own (vLLM 0.20.2 to 0.33.0).
+# How GroupCoordinator.__init__ makes its own (vLLM 0.20.2 to 0.33.0, SGLang 0.5.12 to 0.5.23).
 CHUNK_BYTES, CHUNKS = 1 << 22, 6
 _POISON = 0xA5
 
