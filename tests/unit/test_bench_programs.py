@@ -37,7 +37,7 @@ VLLM = """
             if "grow" in broken:
                 kept.append(os.dup(1))
             left = count = wanted["max_tokens"]
-            async for token, number in self.llm.generate(wanted["prompt"], count):
+            async for token, number in self.generate(wanted["prompt"], count):
                 left -= 1
                 token += "wrong" in broken and (state().get("generation") or 0) > 1
                 choice = {{"token_ids": [token], "finish_reason": None if left else "length"}}
@@ -54,7 +54,7 @@ VLLM = """
         async def _look_up(self, path, query):
             if path != "/metrics":
                 return await super()._look_up(path, query)
-            counts = await self.llm.engine_core.call_utility_async("get_counts")
+            counts = await self.core.call_utility_async("get_counts")
             twice = "twice" in broken and (state().get("generation") or 0) > 1
             return 200, f"\\nvllm:request_success_total{{{{reason=\\"length\\"}}}} {{counts['finished'] + twice}}.0\\n"
 
