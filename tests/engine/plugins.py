@@ -27,6 +27,7 @@ VLLM = """
         faults().install(int(rank) if rank.isdigit() else "core" if name.startswith("EngineCore") else "leader")
 """
 # A scheduler knows its rank when the leader has said hello. ``flush:raise:any``: what /flush_cache runs while all of them serve.
+# While the file ``retract`` is there, parked requests give up their part of the KV cache, as they do on a GPU.
 SGLANG = """
     def install():
         struck = faults()
@@ -41,6 +42,15 @@ SGLANG = """
             struck.install(self.rank, "sglang")
 
         Rank.__init__ = __init__
+        from nvsnap_hooks.sglang.gate import _Gate
+        give_up = _Gate._give_up_cache
+
+        def _give_up_cache(self, arguments):
+            if os.path.exists(os.environ["FAULTS_FOLDER"] + "/retract"):
+                self._retract()
+            give_up(self, arguments)
+
+        _Gate._give_up_cache = _give_up_cache
         if running := sys.modules.get("sglang.srt.managers.scheduler"):
             kind = running.Scheduler
             kind.flush_cache = struck._wrapped(kind.flush_cache, "flush", "any")
@@ -66,6 +76,7 @@ def struck_by(folder: Path, plugin: Path) -> dict[str, str]:
         "PYTHONPATH": str(plugin),
         "FAULTS_MODULE": str(ROOT / "tests" / "standin" / "standin" / "faults.py"),
         "STANDIN_FAULT": f"@{folder / 'fault'}",
+        "FAULTS_FOLDER": str(folder),
     }
 
 

@@ -213,6 +213,26 @@ def test_long_answers_are_parked(parking: Server) -> None:
         assert waiting.result(60) == undisturbed[PROMPTS[0]][:24]
 
 
+def test_parked_requests_are_computed_again(parking: Server) -> None:
+    """As on a GPU, whose KV cache is given back: each goes on from where it was, with nothing of the cache, to its end. Computed in
+    one go the rest may differ in the last bits."""
+    retract = parking.folder / "retract"
+    retract.touch()
+    try:
+        streams = begun(parking)
+        wait_until(lambda: all(stream.tokens for stream in streams.values()), 60)
+        parking.prepare()
+        assert parking.step("drain")["parked"] == len(PROMPTS)
+        before = {prompt: list(stream.tokens) for prompt, stream in streams.items()}
+        parking.restore()
+        for prompt, stream in streams.items():
+            whole = list(stream.result())
+            assert len(whole) == LONG and whole[: len(before[prompt])] == before[prompt]
+        assert parking.ask(PROMPTS[0]) == parking.ask(PROMPTS[0])
+    finally:
+        retract.unlink()
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
