@@ -50,12 +50,14 @@ class Engine:
         self.captures_graphs = captures  # at its start
         self.ending = False  # told to stop: calls into the engine may fail now
         self.listening = threading.Event()
+        self.http_server: Any = None
         self._loop: AbstractEventLoop | None = None
 
-    def listens(self) -> None:
-        """Called in the server's event loop, when it has begun to listen."""
+    def listens(self, server: Any) -> None:
+        """Called in the server's event loop, when it has begun to listen. ``server``: uvicorn's."""
         import asyncio
 
+        self.http_server = server
         self._loop = self._loop or asyncio.get_running_loop()
         self.listening.set()
 
@@ -146,7 +148,7 @@ def wrap_http_startup(found: Callable[[], Any]) -> Callable[[Callable[..., Any]]
             result = await original(self, *args, **kwargs)
             engine = found()
             if isinstance(engine, Engine) and getattr(self, "started", False):
-                engine.listens()
+                engine.listens(self)
             return result
 
         return startup

@@ -262,6 +262,8 @@ class SglangEngine(Engine):
         self.refusal = "the server was told to stop"
         if self._closed:
             os.environ[AT_ONCE] = "1"
+            if self.http_server is not None:  # nor does it wait for their clients (0.5.20 and later end by its stop)
+                self.http_server.force_exit = True
             for one in (self._lines.lines if self._lines else {}).values():
                 with contextlib.suppress(OSError):
                     one.sock.shutdown(socket.SHUT_RDWR)

@@ -35,7 +35,7 @@ _CPU: dict[str, Target] = {
     "sigterm_handler": _leader(f"{_MANAGERS}.tokenizer_manager", "SignalHandler.sigterm_handler", "self signum frame"),
     "rpc_request": Target(_LEADER + _SCHEDULER, f"{_MANAGERS}.io_struct", "RpcReqInput", (), ("method", "parameters")),
     "http_startup": _leader("uvicorn.server", "Server.startup", "self sockets"),
-    "http_server": _leader("uvicorn.server", "Server", names="started"),
+    "http_server": _leader("uvicorn.server", "Server", names="started force_exit"),
     # each scheduler's main loop
     "scheduler_main": _scheduler(
         f"{_MANAGERS}.scheduler", "run_scheduler_process", "server_args port_args gpu_id tp_rank"

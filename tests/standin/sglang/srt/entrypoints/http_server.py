@@ -28,7 +28,7 @@ def launch_server(server_args):
 
 async def _serve(manager, listener):
     served = Frontend(manager)
-    served.server = manager.server = server = Server(served.handle)
+    served.server = manager.server = server = Server(served.handle, waits=True)
     manager.start()
     faults.own_handlers()
     warm = asyncio.create_task(_warm_up(manager))
