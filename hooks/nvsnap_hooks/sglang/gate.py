@@ -89,6 +89,7 @@ class _Gate:
             report.update(getattr(self, f"do_{action}")(options))
         except Exception as error:
             report.update(ok=False, error=f"{type(error).__name__}: {error}")
+            stacks.note(f"{action}: {report['error']}")
             say(f"{action} failed on rank {self.rank.rank}: {traceback.format_exc(limit=12)}")
         if report["ok"]:
             stacks.disarm(self.control_dir)
@@ -227,7 +228,7 @@ class _Gate:
         if not self._scheduler("idle"):
             paused = scheduler._engine_paused
             self._scheduler("pause", versions.load("pause_request")(mode="retract"))
-            self._retracted = not paused
+            self._retracted = self._retracted or not paused
         queue, scheduler.waiting_queue = scheduler.waiting_queue, type(scheduler.waiting_queue)()
         try:
             if not self._scheduler("flush", False):

@@ -48,14 +48,14 @@ def _end(pool: Any) -> None:
     process = getattr(pool, "process", None)
     if process is None:
         return
-    every = [process.pid, *procfs.descendants(process.pid)]
     ending = threading.Thread(target=pool.shutdown, daemon=True)
     ending.start()
     while ending.is_alive() and pool.running:
         ending.join(0.002)
-    for pid in every:
+    for pid in procfs.descendants(process.pid):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+    process.kill()
     ending.join()
 
 
