@@ -21,7 +21,7 @@ from nvsnap_hooks.vllm import versions
 from package_support import package
 from support import ROOT, wait_until
 
-from matrix import readme, wheel
+from matrix import engines, readme, wheel
 
 SOURCE = {
     "engine-1.0.dist-info/METADATA": """
@@ -224,10 +224,12 @@ def test_no_marks_no_table() -> None:
         readme.updated("nothing", [], {})
 
 
-def test_the_readme_says_what_the_table_claims() -> None:
+@pytest.mark.parametrize("engine", engines.KINDS)
+def test_the_readme_says_what_the_table_claims(engine: str) -> None:
     """Each claim was seen: ``make matrix`` writes the rows."""
-    rows = readme.rows((ROOT / "README.md").read_text())
-    claimed = {version: (entry.cpu, entry.gpu) for version, entry in versions.TABLE.items()}
+    known = engines.KINDS[engine].versions
+    rows = readme.rows((ROOT / "README.md").read_text(), known.engine)
+    claimed = {version: (entry.cpu, entry.gpu) for version, entry in known.table.items()}
     assert {row.version: (row.cpu, row.gpu) for row in rows} == claimed
 
 

@@ -33,6 +33,7 @@ LIMITS: dict[str, tuple[int, str]] = {
 # Arguments with words for values -> the value that is covered, and why no other.
 WORDS: dict[str, tuple[str, str]] = {
     "disaggregation_mode": ("null", "prefill and decode apart (--disaggregation-mode) is not supported"),
+    "moe_a2a_backend": ("none", "experts' own all-to-all (--moe-a2a-backend) is not supported"),
     "elastic_ep_backend": ("", "elastic expert parallelism is not supported"),
     "weight_cache_mode": ("", "a cache of weights in another process is not supported"),
 }
