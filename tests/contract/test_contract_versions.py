@@ -47,7 +47,7 @@ def checkout(tmp_path: Path) -> Callable[[str], Path]:
     def make(entry: str) -> Path:
         folder = copied(tmp_path / "checkout")
         table = folder / "hooks" / "nvsnap_hooks" / "vllm" / "versions.py"
-        table.write_text(table.read_text() + f"\nTABLE.update({{{entry}}})\n")
+        table.write_text(table.read_text() + f"\nfrom ..targets import Target\n\nTABLE.update({{{entry}}})\n")
         return folder
 
     return make

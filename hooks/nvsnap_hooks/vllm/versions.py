@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..versions import Entry, Versions
 from .targets import V0_20, V0_22, V0_23, V0_30, V0_33
 
-# Oldest first. A version that differs says in what: Entry("criu", {**V0_33, "core_input": Target(…)}).
+# Oldest first. A version that differs says in what: Entry("criu", {**V0_33, "core_input": Target(…)}), of ..targets.
 TABLE: dict[str, Entry] = {
     "0.20.2": Entry("resolves", V0_20),
     "0.21.0": Entry("resolves", V0_20),
