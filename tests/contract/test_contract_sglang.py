@@ -135,7 +135,7 @@ def _over(engine: Engine, code: int) -> str:
     return engine.output()
 
 
-@pytest.mark.parametrize("as_pid_1", [False, True])
+@pytest.mark.parametrize("as_pid_1", [pytest.param(False, marks=pytest.mark.whole), True])
 def test_a_scheduler_that_crashes(start: Start, as_pid_1: bool) -> None:
     """It ends with 0 and has its parent end all by SIGKILL, which as PID 1 outlives it, and ends with 0: not so the launcher."""
     engine = start(**({"STANDIN_EXIT_0": "1"} if as_pid_1 else {})).serving()
@@ -144,6 +144,7 @@ def test_a_scheduler_that_crashes(start: Start, as_pid_1: bool) -> None:
     assert "RuntimeError: a scheduler that crashes" in engine.output()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("role", "state"),
     [("scheduler", "serving"), ("scheduler", "prepared"), ("detokenizer", "serving"), ("leader", "prepared")],
@@ -161,7 +162,8 @@ def test_a_process_that_is_killed(start: Start, role: str, state: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "state", ["serving", "preparing", "prepared", pytest.param("restored", marks=pytest.mark.whole)]
+    "state",
+    ["prepared", *(pytest.param(state, marks=pytest.mark.whole) for state in ("serving", "preparing", "restored"))],
 )
 def test_a_stop(start: Start, state: str, way: str) -> None:
     """As asked, whatever it is at: no failure, nothing left; what is parked is not waited for."""
