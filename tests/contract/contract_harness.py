@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import ROOT, STANDIN, end_processes, free_port, status_in
 from support import wait_until as until
 
 from nvsnap_launch.hooktree import procfs
 
 PATIENCE = 20.0  # seconds for anything that should be quick, on a machine that is busy
-KINDS = ("vllm", "sglang")
+# What both do alike is in the fast tests once; of SGLang in test_contract_sglang.py, the rest with the whole.
+KINDS = ("vllm", pytest.param("sglang", marks=pytest.mark.whole))
 SECRET = "hf-secret-that-must-not-show"
 
 Status = dict[str, Any]
