@@ -42,6 +42,7 @@ _pools: list[weakref.ref[Any]] = []
 
 def wrap_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``torch.distributed._symmetric_memory.rendezvous``."""
+    atexit.register(_blocks.clear)  # while torch is there: a weak reference to storage asks it to the end
 
     def rendezvous(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         handle = original(tensor, *args, **kwargs)
@@ -54,8 +55,6 @@ def wrap_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note(tensor: Any, handle: Any, maker: str) -> None:
     """A rendezvous that went to torch's C++ past ``rendezvous``. ``maker``: the module that asked for it."""
-    if not _blocks:  # while torch is there: a weak reference to storage asks it to the end
-        atexit.register(_blocks.clear)
     _blocks[:] = [*filter(_Block.mapped, _blocks), _Block(tensor, handle, maker)]
 
 
